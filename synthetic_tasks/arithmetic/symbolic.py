@@ -1,0 +1,131 @@
+"""The symbolic surface: one token a name, a number, an operator or a mark. The template stands here and nowhere else.
+
+a 4 ; b 2 ; a + b = d ; d - a = f ; ? f :          prompt
+a 4 + b 2 = d 6 ; d 6 - a 4 = f 2 ; ! 2            solution
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from itertools import pairwise
+from string import ascii_letters
+from typing import Any, TypeAlias
+
+from synthetic_tasks.arithmetic.settings import OPERATORS
+from synthetic_tasks.arithmetic.trace import Facts, Reading, Step
+from synthetic_tasks.base import ParseError
+
+# A step token by token: (a field of Step or a mark, the token's role).
+STEP: tuple[tuple[str, str], ...] = (
+    ("left", "next"),
+    ("left_value", "lookup"),
+    ("operator", "operator"),
+    ("right", "name"),
+    ("right_value", "lookup"),
+    ("=", "mark"),
+    ("target", "name"),
+    ("result", "result"),
+    (";", "mark"),
+)
+FACT_MARK, QUESTION_MARK, PROMPT_END, ANSWER_MARK = ";", "?", ":", "!"
+MARKS = (FACT_MARK, "=", QUESTION_MARK, PROMPT_END, ANSWER_MARK)
+
+# next: a step's first name, which chooses the step; name: its other names; lookup: an operand's value, to be copied;
+# result: the value computed; end: the end token after the solution, which evaluation adds.
+ROLES = ("next", "name", "operator", "lookup", "result", "answer", "mark", "end")
+
+
+# What may stand somewhere, with what it means, and that in words.
+Slot: TypeAlias = tuple[Mapping[str, Any], str]
+
+
+class Surface:
+    """Renders and reads problems of one modulus and one pool of names."""
+
+    def __init__(self, *, modulus: int, names: int) -> None:
+        self.names = tuple(ascii_letters[:names])
+        self.vocabulary = (*MARKS, *OPERATORS, *map(str, range(modulus)), *self.names)
+        self._numbers = {str(number): number for number in range(modulus)}
+        name: Slot = dict(zip(self.names, self.names, strict=True)), "a name"
+        number: Slot = self._numbers, "a number"
+        operator: Slot = dict(zip(OPERATORS, OPERATORS, strict=True)), "an operator"
+        kinds = dict.fromkeys(("left", "right", "target"), name) | {"operator": operator}
+        kinds |= dict.fromkeys(("left_value", "right_value", "result"), number)
+        self._slots: list[Slot] = [kinds.get(field, ({field: field}, repr(field))) for field, _ in STEP]
+        fields = [field for field, _ in STEP]
+        # Where in a step each field of Step stands.
+        self._places = [fields.index(field) for field in Step._fields[:-1]]
+
+    def prompt(self, facts: Facts, question: str) -> str:
+        names, values, graph = facts.names, facts.values, facts.graph
+        parts = []
+        for i in facts.order:
+            node = graph[i]
+            parts.append(
+                f"{names[node[1]]} {node[0]} {names[node[2]]} = {names[i]}" if node else f"{names[i]} {values[i]}"
+            )
+        parts.insert(len(parts) if question == "last" else 0, f"{QUESTION_MARK} {names[facts.query]}")
+        return f"{f' {FACT_MARK} '.join(parts)} {PROMPT_END}"
+
+    def solution(self, facts: Facts) -> str:
+        """The gold trace."""
+        names, values, graph = facts.names, facts.values, facts.graph
+        parts = []
+        for i in facts.gold_order:
+            operator, left, right = graph[i]  # type: ignore[misc]
+            parts.append(
+                f"{names[left]} {values[left]} {operator} {names[right]} {values[right]} = {names[i]} {values[i]} ; "
+            )
+        return f"{''.join(parts)}{ANSWER_MARK} {values[facts.query]}"
+
+    def roles(self, facts: Facts) -> list[str]:
+        """The role of each token of the solution."""
+        return [role for _, role in STEP] * len(facts.gold_order) + ["mark", "answer"]
+
+    def read(self, text: str) -> Reading:
+        """As much of a completion as is a trace; never raises."""
+        tokens = text.split(" ")
+        steps: list[Step] = []
+        error: ParseError | None = None
+        position = 0
+        try:
+            while position < len(tokens) and tokens[position] != ANSWER_MARK:
+                steps.append(self._step(tokens, position))
+                position += len(STEP)
+            _check(tokens, position, (ANSWER_MARK,), "a step or the answer")
+            _check(tokens, position + 1, self._numbers, "the answer, a number,")
+            if position + 2 < len(tokens):
+                raise ParseError(position + 2, f"{_short(tokens[position + 2])} stands after the answer")
+        except ParseError as raised:
+            error = raised
+        answer = next(
+            (
+                self._numbers[token]
+                for mark, token in pairwise(tokens)
+                if mark == ANSWER_MARK and token in self._numbers
+            ),
+            None,
+        )
+        return Reading(tuple(steps), answer, error)
+
+    def _step(self, tokens: list[str], position: int) -> Step:
+        window = tokens[position : position + len(STEP)]
+        try:
+            fields = [meaning[token] for (meaning, _), token in zip(self._slots, window, strict=True)]
+        except (KeyError, ValueError):
+            for offset, (meaning, what) in enumerate(self._slots):
+                _check(tokens, position + offset, meaning, what)
+            raise
+        return Step._make([*[fields[place] for place in self._places], position])
+
+
+def _check(tokens: list[str], position: int, allowed: Container[str], what: str) -> None:
+    """Raises ParseError where what is allowed does not stand at the position."""
+    if position >= len(tokens):
+        raise ParseError(position, f"the completion ends where {what} should stand")
+    if tokens[position] not in allowed:
+        raise ParseError(position, f"{_short(tokens[position])} stands where {what} should")
+
+
+def _short(token: str) -> str:
+    return repr(token) if len(token) <= 20 else f"{token[:20]!r}..."

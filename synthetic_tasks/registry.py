@@ -1,0 +1,37 @@
+"""Every task by name. A new task is a package beside `arithmetic` and one line here."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import Any, cast
+
+from synthetic_tasks.base import Task
+
+# name -> (module, class, one line on what it is); the module is imported when the task is asked for.
+TASKS: dict[str, tuple[str, str, str]] = {
+    "arithmetic": (
+        "synthetic_tasks.arithmetic",
+        "ArithmeticTask",
+        "chains of + - * between named quantities, modulo a prime; each step can be verified",
+    ),
+}
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for an unknown name: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def list_tasks() -> dict[str, str]:
+    """Every task's name and what it is, in one line."""
+    return {name: description for name, (_, _, description) in TASKS.items()}
+
+
+def get_task(name: str, **settings: Any) -> Task:
+    """The task of that name. Raises ValueError for an unknown name, an unknown setting or a value that cannot be."""
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}; {nearest(str(name), list(TASKS))}")
+    module, attribute, _ = TASKS[name]
+    return cast(Task, getattr(import_module(module), attribute).from_settings(**settings))
