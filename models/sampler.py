@@ -2,9 +2,9 @@
 
 Axes: P prompts, S samples of each, N = P·S rows (prompt-major), L new tokens.
 
-The token is the inverse of the cumulative distribution at a uniform that depends only on (seed, purpose, step, problem,
-sample, position). Batch shape still moves logits in the last bits, so samples across batch shapes agree except where the
-uniform falls within about 1e-5 of a boundary.
+The token is the inverse of the cumulative distribution at a uniform that depends only on (seed, purpose, step,
+problem, sample, position). Batch shape still moves logits in the last bits, so samples across batch shapes agree except
+where the uniform falls within about 1e-5 of a boundary.
 """
 
 from __future__ import annotations

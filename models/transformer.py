@@ -1,7 +1,8 @@
 """A decoder-only transformer whose attention and convolutions stop at document boundaries.
 
-Axes: B rows, T tokens of a row, H query heads, G key-value heads, D head dimension, W width, V vocabulary, K convolution
-width. A row holds packed documents; `documents` numbers them (0 is padding) and `positions` counts from 0 inside each.
+Axes: B rows, T tokens of a row, H query heads, G key-value heads, D head dimension, W width, V vocabulary, K width of
+the convolutions. A row holds packed documents; `documents` numbers them (0 is padding) and `positions` counts from 0
+inside each.
 
 Every block is  x + attend(canon(norm(x)));  x + mlp(canon(norm(x))),  where canon adds a short causal depthwise
 convolution to its input (Allen-Zhu, Physics of Language Models 4.1: Canon A and C, with residual). Departure: the
@@ -33,9 +34,7 @@ class LayerCache:
 
     def rows(self, index: Tensor) -> LayerCache:
         """A cache with rows gathered by index [B'] (repetition allowed)."""
-        return LayerCache(
-            self.keys[index], self.values[index], self.attention_tail[index], self.mlp_tail[index]
-        )
+        return LayerCache(self.keys[index], self.values[index], self.attention_tail[index], self.mlp_tail[index])
 
 
 @dataclass
@@ -118,9 +117,7 @@ class Attention(nn.Module):
             cache.keys[:, :, context.start : end] = k
             cache.values[:, :, context.start : end] = v
             k, v = cache.keys[:, :, :end], cache.values[:, :, :end]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.visible, enable_gqa=self.heads != self.kv_heads
-        )
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=context.visible, enable_gqa=self.heads != self.kv_heads)
         return self.out(out.transpose(1, 2).reshape(batch, length, self.heads * self.size))
 
 
@@ -161,7 +158,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None) -> Tensor:
         tails = (None, None) if cache is None else (cache.attention_tail, cache.mlp_tail)
-        x = x + self.attention(self._mix(self.attention_canon, self.attention_norm(x), context, tails[0]), context, cache)
+        x = x + self.attention(
+            self._mix(self.attention_canon, self.attention_norm(x), context, tails[0]), context, cache
+        )
         return x + self.mlp(self._mix(self.mlp_canon, self.mlp_norm(x), context, tails[1]))
 
 
@@ -181,6 +180,8 @@ class Transformer(nn.Module):
         half = config.rope_size // 2
         frequencies = config.rope_base ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
         angles = torch.outer(torch.arange(config.max_length, dtype=torch.float64), frequencies)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
@@ -201,8 +202,8 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, *, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits of every token.
 
-        tokens [B, T]; positions [B, T] count from 0 in each document; documents [B, T] number a row's documents, 0 being
-        padding. Both left out: each row is one document. Raises ValueError for a document longer than max_length.
+        tokens [B, T]; positions [B, T] count from 0 in each document; documents [B, T] number a row's documents, 0
+        being padding. Both left out: each row is one document. Raises ValueError for a document longer than max_length.
         """
         batch, length = tokens.shape
         if positions is None:
@@ -214,8 +215,8 @@ class Transformer(nn.Module):
     def prefill(self, tokens: Tensor, real: Tensor, capacity: int) -> tuple[Tensor, list[LayerCache]]:
         """Read left-padded prompts into new caches.
 
-        tokens [B, T]; real [B, T] is False on the padding at the left; capacity is the columns of the cache. Returns the
-        logits after the last token [B, V] and one cache a block.
+        tokens [B, T]; real [B, T] is False on the padding at the left; capacity is the columns of the cache. Returns
+        the logits after the last token [B, V] and one cache a block.
         """
         batch, length = tokens.shape
         config = self.config

@@ -1,0 +1,1 @@
+"""Many runs: launchers, and what they launch."""

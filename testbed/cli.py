@@ -1,0 +1,375 @@
+"""The `testbed` command: one function a command; what it needs is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from testbed.errors import UserError
+from testbed.store import Store, default_root
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from testbed.schema import Spec
+    from testbed.tables import Tables
+
+
+class _Group(TyperGroup):
+    """Mistakes of the person who called end with a paragraph and status 2, an interrupt with status 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("Stopped. What was finished is kept: the same command goes on from there.", err=True)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Raise a small transformer from nothing and attribute what it can do to the stage that taught it.",
+)
+tasks = typer.Typer(no_args_is_help=True, help="List, show, sample and verify reasoning tasks.")
+app.add_typer(tasks, name="tasks")
+
+SpecArgument = Annotated[
+    str, typer.Argument(metavar="SPEC", help="A built-in spec, such as quickstart, or a YAML file.")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="PATH=VALUE", help="Change a field, such as stages.mid.tokens=20000.")
+]
+StoreOption = Annotated[
+    Path | None, typer.Option("--store", help="Folder of results [default: $TESTBED_STORE, or ./runs].")
+]
+
+
+class Format(StrEnum):
+    table = "table"
+    csv = "csv"
+    json = "json"
+    parquet = "parquet"
+
+
+class Split(StrEnum):
+    train = "train"
+    validation = "validation"
+    test = "test"
+
+
+def main() -> None:
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    if version:
+        from testbed.execute import versions
+
+        typer.echo(f"testbed {versions()['reasoning-testbed']}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    spec: SpecArgument,
+    changes: SetOption = [],  # noqa: B006 (typer copies it)
+    store: StoreOption = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes [default: one a core].")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the spec, show what would run, write nothing.")
+    ] = False,
+    wandb: Annotated[
+        bool, typer.Option("--wandb", help="Copy metrics to wandb (WANDB_MODE=offline is heeded).")
+    ] = False,
+) -> None:
+    """Make everything a spec asks for that the store does not have, and tell what came out."""
+    from sweeps.local import Event, run_graph
+    from testbed.graph import build
+    from testbed.spec import load
+    from testbed.tracking import ProgressLine, duration
+
+    line = ProgressLine()
+    here = _store(store, announce=line.say)
+    graph = build(load(spec, changes))
+    if dry_run:
+        from testbed import show
+
+        show.console().print(show.plan(graph, here))
+        return
+
+    def tell(event: Event) -> None:
+        if event.kind in ("failed", "note"):
+            name = event.node.label if event.node else ""
+            line.say(f"{name}: {event.text}" if event.kind == "note" else f"{name} failed: {event.text}")
+        elif event.line:
+            line.show(event.line)
+
+    try:
+        outcome = run_graph(graph, here, workers=workers, on_event=tell, wandb=graph.spec.name if wandb else None)
+    finally:
+        line.clear()
+    made, reused = len(outcome.made), len(outcome.reused)
+    if not outcome.ok:
+        failed, skipped = len(outcome.failed), len(outcome.skipped)
+        first, (cause, trace) = next(iter(outcome.failed.items()))
+        typer.echo(
+            f"Error: {failed} of {len(graph.nodes)} nodes failed and {skipped} that need them were left out; {made} "
+            f"were made and {reused} reused, and all of these are kept. First, {graph.nodes[first].label}: {cause} The "
+            f"traceback is in {trace}. The same command goes on from here.",
+            err=True,
+        )
+        raise typer.Exit(1)
+    typer.echo(f"{made} made, {reused} reused in {duration(outcome.wall_s)}; store {here.root}")
+    _conclude(graph.spec, here, changes)
+
+
+@app.command()
+def results(
+    spec: SpecArgument,
+    format: Annotated[Format, typer.Option("--format", help="How to print it.")] = Format.table,
+    claims: Annotated[bool, typer.Option("--claims", help="The claims with interval and verdict instead.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+    changes: SetOption = [],  # noqa: B006
+    store: StoreOption = None,
+) -> None:
+    """What a finished run found, by arm, seed and operations."""
+    import analysis
+    from analysis.claims import table as claims_table
+    from testbed import show
+
+    tables = _tables(spec, changes, store)
+    if format is Format.table:
+        shown = [show.verdicts(show.judged(tables))] if claims else show.experiment(tables)
+        out = show.console()
+        with out.capture() as captured:
+            out.print(*shown)
+        _emit(captured.get().rstrip("\n"), output)
+        return
+    if claims:
+        table = claims_table(show.judged(tables))
+    else:
+        table = analysis.results(tables.outcomes, k=tables.spec.evaluation.k)
+    if format is Format.json:
+        _emit(show.records(table), output)
+    elif format is Format.csv:
+        _emit(analysis.flat(table).to_csv(index=False).rstrip("\n"), output)
+    else:
+        if output is None:
+            raise UserError("--format parquet is binary and needs a file: add --output results.parquet.")
+        flat: pd.DataFrame = analysis.flat(table)
+        _write(output, lambda path: flat.to_parquet(path, index=False))
+
+
+@app.command()
+def report(spec: SpecArgument, changes: SetOption = [], store: StoreOption = None) -> None:  # noqa: B006
+    """Write the report and figures of a finished run anew."""
+    from testbed.spec import load
+
+    _conclude(load(spec, changes), _store(store), changes, brief=True)
+
+
+@app.command()
+def doctor(store: StoreOption = None) -> None:
+    """What this machine has, and what that means."""
+    from rich.table import Table
+
+    from testbed.doctor import examine
+    from testbed.show import console
+
+    table = Table("", "found", "which means", show_lines=False)
+    findings = list(examine(store or default_root()))
+    for finding in findings:
+        table.add_row(finding.what, finding.found, finding.means if finding.ok else f"[red]{finding.means}[/red]")
+    console().print(table)
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
+
+
+@tasks.command("list")
+def list_() -> None:
+    """Every task in one line."""
+    from synthetic_tasks import list_tasks
+
+    for name, description in list_tasks().items():
+        typer.echo(f"{name}  {description}")
+
+
+TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help="Name of a task.")]
+SettingOption = Annotated[list[str], typer.Option("--setting", metavar="NAME=VALUE", help="A setting of the task.")]
+
+
+@tasks.command("show")
+def show_task(task: TaskArgument, setting: SettingOption = []) -> None:  # noqa: B006
+    """Settings, tokens, roles and statuses of a task."""
+    from testbed.completions import describe
+
+    typer.echo(describe(_task(task, setting)))
+
+
+@tasks.command("sample")
+def sample(
+    task: TaskArgument,
+    operations: Annotated[int | None, typer.Option(help="Difficulty [default: the task's grid].")] = None,
+    seed: int = 0,
+    index: Annotated[int, typer.Option(min=0, help="The first problem's place in the stream.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    split: Split = Split.train,
+    setting: SettingOption = [],  # noqa: B006
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Print problems with their gold traces."""
+    from testbed.completions import problem_record, problem_text
+
+    drawn = _task(task, setting)
+    cell: dict[str, Any] = {"split": split.value} if split is not Split.train else {}
+    if operations is not None:
+        cell["operations"] = operations
+    if setting:
+        cell["settings"] = _settings(setting)
+    try:
+        problems = drawn.sample_batch(seed=seed, start=index, count=count, operations=operations, split=split.value)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for problem in problems:
+        typer.echo(_json(problem_record(problem, cell)) if json else problem_text(problem))
+
+
+@tasks.command("verify")
+def verify(
+    file: Annotated[Path, typer.Argument(help="JSON lines: task, cell, seed, index, completion; - reads stdin.")],
+) -> None:
+    """Judge completions: prints each line with its verdict added."""
+    from testbed.completions import verify_lines
+
+    try:
+        lines = sys.stdin.readlines() if str(file) == "-" else file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text: {error}.") from error
+    for entry in verify_lines(lines):
+        typer.echo(_json(entry))
+
+
+def _store(path: Path | None, announce: Callable[[str], None] | None = None) -> Store:
+    return Store(path or default_root(), announce=announce)
+
+
+def _tables(spec: str, changes: list[str], store: Path | None) -> Tables:
+    from testbed.spec import load
+    from testbed.tables import load as load_tables
+
+    return load_tables(load(spec, changes), _store(store))
+
+
+def _task(name: str, settings: list[str]) -> Any:
+    from synthetic_tasks import get_task
+
+    try:
+        return get_task(name, **_settings(settings))
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+
+
+def _settings(settings: list[str]) -> dict[str, Any]:
+    from testbed.reading import read_yaml
+
+    pairs = [setting.partition("=") for setting in settings]
+    if wrong := [name for name, equals, _ in pairs if not equals]:
+        raise UserError(f"--setting takes name=value, such as modulus=7, not `{wrong[0]}`.")
+    return {name: read_yaml(value, f"--setting {name}") for name, _, value in pairs}
+
+
+def _json(value: Any) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+def _emit(text: str, output: Path | None) -> None:
+    if output is None:
+        typer.echo(text)
+    else:
+        _write(output, lambda path: path.write_text(text + "\n", encoding="utf-8"))
+
+
+def _write(output: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all."""
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        write(partial)
+        partial.replace(output)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{output} cannot be written: {error.strerror}.") from error
+    typer.echo(f"Wrote {output}", err=True)
+
+
+def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = False) -> None:
+    """Print what an experiment found, write its report and figures, and name them."""
+    from paper_figures import Tables as FigureTables
+    from paper_figures.report import warnings, write_report
+    from paper_figures.save import save_figures
+    from testbed import show
+    from testbed.provenance import environment_summary, spec_summary
+    from testbed.tables import guess_floors
+    from testbed.tables import load as load_tables
+
+    tables = load_tables(spec, store)
+    attribution, why_not = show.attribution(tables)
+    drawn = FigureTables(
+        outcomes=tables.outcomes,
+        stages=tables.stages,
+        curves=tables.curves,
+        roles=tables.roles,
+        attribution=attribution,
+        floors=guess_floors(spec),
+        k=spec.evaluation.k,
+    )
+    if not brief:
+        show.console().print(*show.experiment(tables))
+        for warning in warnings(drawn):
+            typer.echo(f"Note. {warning}")
+        if why_not and spec.attribution is not None:
+            typer.echo(f"Note. There is no attribution: {why_not}.")
+    with store.folder("reports", _report_name(spec, changes)) as out:
+        write_report(
+            out / "report.html",
+            title=spec.title or spec.name,
+            spec_summary=spec_summary(spec),
+            outcomes=drawn.outcomes,
+            stages=drawn.stages,
+            curves=drawn.curves,
+            roles=drawn.roles,
+            claims=show.judged(tables),
+            attribution=drawn.attribution,
+            environment=environment_summary(tables, store),
+            floors=drawn.floors,
+            k=drawn.k,
+        )
+        figures = [path.name for path in save_figures(out / "figures", drawn)]
+    place = store.root / "reports" / _report_name(spec, changes)
+    typer.echo(f"Report   {place / 'report.html'}")
+    for name in figures:
+        if name.endswith(".png"):
+            typer.echo(f"Figure   {place / 'figures' / name}")
+
+
+def _report_name(spec: Spec, changes: list[str]) -> str:
+    """The name of the spec; changes of it do not replace its own report."""
+    from testbed.graph import digest
+
+    return spec.name if not changes else f"{spec.name}-{digest({'changes': sorted(changes)})[:8]}"

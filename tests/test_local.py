@@ -1,0 +1,172 @@
+"""The local launcher: order, reuse, failures that take only their own along, and workers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_runners
+import pytest
+
+from sweeps.local import Event, Outcome, run_graph
+from testbed.graph import Graph, build
+from testbed.nodes import shelf
+from testbed.spec import load
+from testbed.store import Store
+
+FAKES = fake_runners.RUNNERS
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store", announce=lambda text: None)
+
+
+def smoke(*changes: str) -> Graph:
+    return build(load("smoke", changes))
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    """Every published file but the manifests, which hold times."""
+    files = [p for p in store.root.rglob("*") if p.is_file() and p.name not in ("manifest.json", "metrics.jsonl")]
+    return {str(p.relative_to(store.root)): p.read_bytes() for p in files}
+
+
+def run(graph: Graph, store: Store, workers: int, **changes: str) -> tuple[Outcome, list[Event]]:
+    events: list[Event] = []
+    return run_graph(graph, store, workers=workers, on_event=events.append, runners={**FAKES, **changes}), events
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_every_node_is_made_after_its_inputs_and_then_reused(store: Store, workers: int) -> None:
+    graph = smoke()
+    outcome, events = run(graph, store, workers)
+    assert outcome.ok and set(outcome.made) == set(graph.nodes) and len(outcome.made) == len(graph.nodes)
+    place = {key: i for i, key in enumerate(outcome.made)}
+    assert all(place[parent] < place[key] for key, node in graph.nodes.items() for parent in node.parents.values())
+    kinds = [event.kind for event in events]
+    assert kinds.count("started") == kinds.count("done") == len(graph.nodes)
+    assert any("│ pretrain, seed 0  1/2  loss 1" in event.line for event in events if event.kind == "progress")
+    manifest = store.get("stages", graph.stages["mid", 0]).manifest  # type: ignore[union-attr]
+    assert manifest["fields"] == graph.nodes[graph.stages["mid", 0]].fields
+    assert manifest["inputs"]["parent"] == graph.stages["pretrain", 0] and manifest["summary"]["flops"] == 1e6
+
+    again, events = run(graph, store, workers, rl="fake_runners:failing_rl")
+    assert again.ok and not again.made and set(again.reused) == set(graph.nodes)
+    assert {event.kind for event in events} == {"reused"}
+
+
+def test_workers_do_not_change_what_is_made(tmp_path: Path) -> None:
+    stores = [Store(tmp_path / str(workers)) for workers in (1, 3)]
+    for store, workers in zip(stores, (1, 3), strict=True):
+        assert run(smoke(), store, workers)[0].ok
+    assert contents(stores[0]) == contents(stores[1]) != {}
+
+
+def test_the_longest_chain_goes_first(store: Store) -> None:
+    """Before any evaluation of seed 0, and before the short arms, come the stages that the placebo waits for."""
+    graph = smoke("seeds=[0]", "stages.mid.tokens=9000")
+    outcome, _ = run(graph, store, 1)
+    names = [graph.nodes[key].name for key in outcome.made if shelf(graph.nodes[key].kind) == "stages"]
+    assert names[:4] == ["pretrain", "mid", "mid_rl", "continued"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_failure_takes_its_dependents_and_nothing_else(store: Store, workers: int) -> None:
+    graph = smoke()
+    outcome, events = run(graph, store, workers, rl="fake_runners:failing_rl")
+    assert not outcome.ok
+    assert {graph.nodes[key].name for key in outcome.failed} == {"rl", "mid_rl"} and len(outcome.failed) == 4
+    skipped = {(graph.nodes[key].kind, graph.nodes[key].name) for key in outcome.skipped}
+    assert skipped == {
+        ("evaluation", "rl"), ("evaluation", "mid_rl"), ("pretrain", "continued"), ("evaluation", "continued"),
+    }  # fmt: skip
+    assert len(outcome.made) + len(outcome.failed) + len(outcome.skipped) == len(graph.nodes)
+    cause, trace = next(iter(outcome.failed.values()))
+    assert cause == "RuntimeError: the reward was lost." and "Traceback" in trace.read_text()
+    assert next(event.text for event in events if event.kind == "failed") == f"{cause} The traceback is in {trace}."
+    for key in (*outcome.failed, *outcome.skipped):
+        assert not store.has(shelf(graph.nodes[key].kind), key)
+    assert list((store.root / "tmp").iterdir()) == [] and list((store.root / "leases").iterdir()) == []
+    # Once mended, only what was lost is made.
+    mended, _ = run(graph, store, workers)
+    assert mended.ok and set(mended.made) == {*outcome.failed, *outcome.skipped}
+
+
+def test_a_worker_that_is_killed_fails_its_node_alone(store: Store) -> None:
+    graph = smoke("seeds=[0]", "arms={pretrained: anneal, rl: rl}", "attribution=null")
+    outcome, _ = run(graph, store, 2, rl="fake_runners:killed")
+    assert [graph.nodes[key].name for key in outcome.failed] == ["rl"]
+    cause, trace = next(iter(outcome.failed.values()))
+    assert "was killed by SIGKILL, perhaps for want of memory" in cause and trace.exists()
+    assert store.has("evaluations", graph.evaluations["anneal", 0])
+    assert run(graph, store, 2)[0].ok
+
+
+def test_workers_are_processes_with_their_own_threads(store: Store) -> None:
+    graph = smoke("attribution=null", "arms={pretrained: anneal}", "claims=[]", "seeds=[0, 1, 2]")
+    outcome = run_graph(graph, store, workers=2, threads=3, runners={**FAKES, "pretrain": "fake_runners:environment"})
+    made = [store.get("stages", key).summary for key in graph.stages.values()]  # type: ignore[union-attr]
+    assert len({summary["pid"] for summary in made} - {os.getpid()}) == 2
+    assert {(s["OMP_NUM_THREADS"], s["OMP_WAIT_POLICY"]) for s in made} == {("3", "PASSIVE")}
+    assert set(outcome.failed) <= set(graph.evaluations.values())
+
+
+def test_damage_is_mended(store: Store) -> None:
+    graph = smoke()
+    run(graph, store, 1)
+    key = graph.stages["anneal", 0]
+    (store.path("stages", key) / "depth").write_text("10")
+    outcome, _ = run(graph, store, 1)
+    assert outcome.ok and outcome.made == [key]
+
+
+def _wait(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.05)
+
+
+SLOW = """
+import sys; sys.path.insert(0, {tests!r})
+from sweeps.local import run_graph
+from testbed.graph import build
+from testbed.spec import load
+from testbed.store import Store
+from fake_runners import RUNNERS
+if __name__ == "__main__":
+    runners = dict.fromkeys(RUNNERS, "fake_runners:slow")
+    run_graph(build(load("smoke")), Store({store!r}), workers=2, runners=runners)
+"""
+
+
+def _children(pid: int) -> set[int]:
+    import psutil
+
+    return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+    import psutil
+
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store")))
+    root = Path(__file__).parent.parent
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL
+    )
+    leases = tmp_path / "store" / "leases"
+    _wait(lambda: leases.exists() and len(list(leases.glob("*.json"))) == 2)
+    workers = _children(parent.pid)
+    parent.send_signal(how)
+    parent.wait(timeout=20)
+    _wait(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers))
+    if how == signal.SIGINT:
+        assert list(leases.iterdir()) == [] and list((tmp_path / "store" / "tmp").iterdir()) == []

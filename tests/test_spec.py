@@ -1,0 +1,243 @@
+"""Specs: what is accepted, and that every mistake is named where it is, with what was meant."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from testbed import spec as specs
+from testbed.errors import SpecError
+from testbed.nodes import Seeds
+from testbed.spec import load, names, parse
+
+SMOKE: dict[str, Any] = yaml.safe_load((specs.BUILT_IN / "smoke.yaml").read_text())
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(SMOKE), **parts}
+
+
+def message(*changes: str, name: str = "smoke") -> str:
+    with pytest.raises(SpecError) as error:
+        load(name, changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", names())
+def test_built_in_specs_are_sound(name: str) -> None:
+    spec = load(name)
+    assert spec.name == name
+    assert len(spec.seeds) >= 2
+    assert set(spec.parent_arms()) == set(spec.arms)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ("stages.mid.tokns=5", "stages.mid.tokns", "did you mean `tokens`"),
+        ("stages.rl.optimizer.lrr=1", "stages.rl.optimizer.lrr", "did you mean `lr`"),
+        ("stages.mid.schedule.warmpu=1", "stages.mid.schedule.warmpu", "did you mean `warmup`"),
+        ("evaluation.sampels=8", "evaluation.sampels", "did you mean `samples`"),
+        ("model.widht=8", "model.widht", "did you mean `width`"),
+        ("model.presett=1", "model.presett", "did you mean `preset`"),
+        ("sedes=[0]", "sedes", "did you mean `seeds`"),
+        ("claims.0.bnad=edge", "claims.0.bnad", "did you mean `band`"),
+        ("data.base.document=3", "data.base.document", "did you mean `documents`"),
+        ("attribution.factor=[a]", "attribution.factor", "did you mean `factors`"),
+        ("seeds=[{init: 0, odrer: 1}]", "seeds.0.odrer", "did you mean `order`"),
+        ("stages.mid.tokens=many", "stages.mid.tokens", "valid integer, not 'many' (text)"),
+        ("stages.mid.tokens='4096'", "stages.mid.tokens", "valid integer, not '4096' (text)"),
+        ("stages.mid.tokens=true", "stages.mid.tokens", "not True (true or false)"),
+        ("stages.mid.tokens=1.5", "stages.mid.tokens", "not 1.5 (a number)"),
+        ("stages.mid.optimizer.lr=.nan", "stages.mid.optimizer.lr", "not a finite number"),
+        ("data.base.operations={one: 1}", "data.base.operations", "valid integer"),
+        ("bands=[1, 2]", "bands", "not a list of 2"),
+        ("stages.mid.tokens=-5", "stages.mid", "tokens must be positive, not -5"),
+        ("stages.rl.steps=0", "stages.rl", "steps must be positive, not 0"),
+        ("data.base.documents=0", "data.base.documents", "greater than 0"),
+        ("data.base.operations={1: 0}", "data.base", "one of them positive"),
+        ("data.base.replay=edge_mix", "data.base", "go together"),
+        ("stages.mid.kind=midtrian", "stages.mid.kind", "did you mean `midtrain`"),
+        ("stages.extra={data: base}", "stages.extra.kind", "required"),
+        ("stages.extra={kind: rl}", "stages.extra.parent", "required"),
+        ("model.preset=0.1m", "model.preset", "did you mean `0.1M`"),
+        ("stages.mid.parent=pretrian", "stages.mid.parent", "did you mean `pretrain`"),
+        ("stages.mid.data=edge_mx", "stages.mid.data", "did you mean `edge_mix`"),
+        ("stages.rl.band=edg", "stages.rl.band", "did you mean `edge`"),
+        ("stages.continued.match=[midd]", "stages.continued.match", "did you mean `mid`"),
+        ("data.edge_mix.replay=bsae", "data.edge_mix.replay", "did you mean `base`"),
+        ("arms.mid=midd", "arms.mid", "did you mean `mid`"),
+        ("arms.twin=mid", "arms", "`mid`, `twin` are all the stage `mid`"),
+        ("parents={mid: pretraind}", "parents.mid", "did you mean `pretrained`"),
+        ("claims.0.arm=lr", "claims.0.arm", "did you mean `rl`"),
+        ("claims.0.band=egde", "claims.0.band", "did you mean `edge`"),
+        ("claims.0.k=4", "claims.0.k", "not among evaluation.k [1, 2]"),
+        ("claims.0.arm=pretrained", "claims.0", "so it has no gain"),
+        ("attribution.arms.mid=midd", "attribution.arms.mid", "did you mean `mid`"),
+        ("attribution.arms={'': pretrained}", "attribution", "each of the 4 combinations"),
+        ("attribution.matched={treated: rl}", "attribution", "both treated and placebo"),
+        ("stages.pretrain.parent=mid", "stages.pretrain", "is a circle"),
+        ("stages.mid={kind: midtrain, parent: pretrain, data: base, match: [mid_rl]}", "stages.mid", "is a circle"),
+        ("stages.mid.optimizer.kind=muon", "stages.mid.parent_optimizer", "trains with adamw, this stage with muon"),
+        (
+            "stages.mid={kind: sft, parent: rl, data: base, tokens: 9, prompt_weight: 0}",
+            "stages.mid.parent_optimizer",
+            "keeps no optimizer state",
+        ),
+        ("bands.edge=[]", "bands.edge", "the band is empty"),
+        ("bands.edge=[1]", "bands.edge", "already belong to the band `in_range`"),
+        ("bands.edge=[0]", "bands.edge", "at least 1"),
+        ("bands.edge=[20]", "bands.edge", "20 operations do not fit the task's settings"),
+        ("data.base.operations={1: 1, 20: 1}", "data.base.operations", "20 operations do not fit"),
+        ("evaluation.k=[1, 64]", "evaluation.samples", "at least twice the largest k (64)"),
+        ("evaluation.k=[0]", "evaluation.k", "at least 1"),
+        ("task.name=arithmatic", "task.name", "did you mean `arithmetic`"),
+        ("task.settings.modulos=5", "task.settings", "did you mean 'modulus'"),
+        ("task.settings.modulus=6", "task.settings", "prime"),
+        ("seeds=[]", "seeds", "at least one"),
+        ("seeds=[1, 1]", "seeds", "repeat"),
+        ("stages.rl.max_new_tokens=3", "stages.rl.max_new_tokens", "cannot hold solution and end"),
+        ("evaluation.max_new_tokens=3", "evaluation.max_new_tokens", "cannot hold solution and end"),
+        ("evaluation.max_new_tokens=512", "evaluation.max_new_tokens", "exceed model.max_length 512"),
+        ("stages.mid.row_length=12", "stages.mid.row_length", "a row of 12 cannot hold"),
+        ("model.max_length=12", "bands.in_range", "model.max_length is 12"),
+    ],
+)
+def test_a_mistake_is_named_where_it_is(change: str, path: str, words: str) -> None:
+    lines = message(change).splitlines()
+    assert any(line.startswith(f"smoke: {path}") and words in line for line in lines), lines
+    assert all(line.startswith("smoke: ") and line.endswith(".") and not line.endswith("..") for line in lines), lines
+
+
+def test_a_band_without_structures_left_is_named() -> None:
+    # One operator, one operation: fewer problems than splits.
+    lines = message("task.settings={operators: '+', modulus: 2, names: 8}", "bands.in_range=[1]")
+    assert "bands.in_range: no problem of 1 operations is left for the test split" in lines
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    lines = message("stages.mid.tokns=5", "evaluation.sampels=8", "model.widht=8").splitlines()
+    assert len(lines) == 3
+
+
+def test_unknown_names_and_files(tmp_path: Path) -> None:
+    assert "did you mean `quickstart`" in message(name="quickstar")
+    assert "no spec file" in message(name=str(tmp_path / "none.yaml"))
+    for text, words in [
+        ("name: [", "not YAML"),
+        ("- 1", "must hold a mapping"),
+        ("", "must hold a mapping"),
+        ("name: a\nname: b", "`name` is given twice"),
+        ("seeds: {1: a, '1': b}", "`1` is given twice"),
+        ("name: 2020-01-01", "has no meaning here"),
+        ("name: &a [*a]", "refers to itself"),
+    ]:
+        (tmp_path / "s.yaml").write_text(text)
+        assert words in message(name=str(tmp_path / "s.yaml")), text
+    (tmp_path / "s.yaml").write_bytes(b"name: \xff")
+    assert "not UTF-8" in message(name=str(tmp_path / "s.yaml"))
+    assert "cannot be read" in message(name=str(_unreadable(tmp_path)))
+
+
+def _unreadable(tmp_path: Path) -> Path:
+    path = tmp_path / "folder.yaml"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("stages.mid.tokens", "path=value"),
+        ("=3", "path=value"),
+        ("claims.7.band=edge", "not an index of a list of 1"),
+        ("name.first=a", "has no fields"),
+        ("seeds=[", "not YAML"),
+    ],
+)
+def test_changes_that_cannot_be_made(change: str, words: str) -> None:
+    assert words in message(change)
+
+
+def test_changes_reach_every_depth() -> None:
+    spec = load(
+        "smoke",
+        [
+            "stages.mid.tokens=1e4",
+            "data.edge_mix.operations.2=0.5",
+            "claims.0.band=further",
+            "stages.mid.optimizer.lr=1e-3",
+        ],
+    )
+    mid = spec.stages["mid"]
+    assert mid.kind == "midtrain" and mid.tokens == 10_000 and mid.optimizer.lr == 1e-3
+    assert spec.data["edge_mix"].operations == {2: 0.5}
+    assert spec.claims[0].band == "further"
+
+
+def test_replay_is_mixed_in() -> None:
+    spec = parse(
+        changed(
+            data={
+                "base": {"documents": 9, "operations": {1: 3, 2: 1, 3: 0}},
+                "edge_mix": {"documents": 9, "operations": {3: 5}, "replay": "base", "replay_share": 0.25},
+            }
+        )
+    )
+    shares = {
+        (c.name, o): c.share * w / sum(c.operations.values())
+        for c in spec.components("edge_mix")
+        for o, w in c.operations.items()
+    }
+    assert shares == pytest.approx({("own", 3): 0.75, ("replay", 1): 0.1875, ("replay", 2): 0.0625})
+
+
+def test_seeds_are_labelled_by_the_topmost_that_varies() -> None:
+    assert load("smoke", ["seeds=[3, 5]", "problem_seed=9"]).seed_sets() == {
+        3: Seeds(init=3, order=3, rollout=3, problems=9),
+        5: Seeds(init=5, order=5, rollout=5, problems=9),
+    }
+    varied = load("smoke", ["seeds=[{rollout: 4}, {rollout: 6}]"]).seed_sets()
+    assert varied == {4: Seeds(rollout=4), 6: Seeds(rollout=6)}
+    nested = "seeds=[{init: 0, order: 0}, {init: 0, order: 1}, {init: 1, order: 2}]"
+    assert "nested" in message(nested)
+
+
+def test_parent_arms_are_annealed_or_evaluated_ancestors() -> None:
+    parents = load("smoke").parent_arms()
+    assert parents == {
+        "pretrained": None, "mid": "pretrained", "rl": "pretrained", "mid+rl": "mid", "continued": "pretrained",
+    }  # fmt: skip
+    two = "stages.second={kind: pretrain, parent: pretrain, data: base, tokens: 999}"
+    assert "say which in `parents`" in message(two, "arms.second=second")
+    pairs = "parents={mid: second, rl: pretrained, mid+rl: mid, continued: pretrained, second: pretrained}"
+    assert (
+        load("smoke", [two, "arms.second=second", pairs, "parents.pretrained=second"]).parent_arms()["mid"] == "second"
+    )
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 99) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+    max_leaves=6,
+)
+PATHS = [(), *[(k,) for k in SMOKE], ("stages", "mid"), ("stages", "rl", "optimizer"), ("data", "base"), ("claims", 0)]
+
+
+@given(path=st.sampled_from(PATHS[1:]), value=json_values)
+def test_anything_anywhere_is_a_spec_or_a_spec_error(path: tuple[Any, ...], value: Any) -> None:
+    raw = copy.deepcopy(SMOKE)
+    here: Any = raw
+    for part in path[:-1]:
+        here = here.setdefault(part, {}) if isinstance(here, dict) else here[part]
+    here[path[-1]] = value
+    try:
+        parse(raw)
+    except SpecError as error:
+        assert str(error)
