@@ -76,11 +76,11 @@ def test_any_drawing_is_a_graph_whose_operations_are_all_needed(
 
 
 @pytest.mark.parametrize("distractors", [0, 3])
-@pytest.mark.parametrize("order", ["topological", "shuffled"])
+@pytest.mark.parametrize("order", ["topological", "leaves_first", "shuffled"])
 @pytest.mark.parametrize("question", ["last", "first"])
 def test_prompts_say_what_the_problem_says(distractors: int, order: str, question: str) -> None:
     task = get_task("arithmetic", distractors=distractors, order=order, question=question, modulus=11)
-    used_early = 0
+    used_early = late_leaves = 0
     for problem in task.sample_batch(seed=0, start=0, count=200):
         reading = Reading(problem.prompt, 11)
         assert problem.answer == str(reading.values[reading.query])
@@ -96,10 +96,12 @@ def test_prompts_say_what_the_problem_says(distractors: int, order: str, questio
         }
         assert len(reading.order) == len(reading.needed) + len(reading.needed_leaves()) + distractors
         place = {name: i for i, name in enumerate(reading.order)}
+        late_leaves += any(name in reading.leaves for name in reading.order[len(reading.leaves) :])
         used_early += any(place[o] > place[n] for n, f in reading.operations.items() for o in f[::2])
         assert task.verify(problem, problem.solution).exact
         assert problem.solution.split(" ")[-1] == problem.answer
     assert (used_early > 0) == (order == "shuffled")
+    assert (late_leaves > 0) == (order != "leaves_first")
 
 
 def test_an_item_is_a_function_of_seed_and_index() -> None:
@@ -190,7 +192,7 @@ def test_guess_floor(question: str) -> None:
 
 def test_gold_order_follows_the_prompt() -> None:
     """The gold trace takes, each time, the first needed fact of the prompt that is ready."""
-    for order in ("topological", "shuffled"):
+    for order in ("topological", "leaves_first", "shuffled"):
         task = get_task("arithmetic", order=order, distractors=2)
         for problem in task.sample_batch(seed=0, start=0, count=60, operations=5):
             reading = Reading(problem.prompt, 7)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from synthetic_tasks.registry import nearest
 
 OPERATORS = "+-*"
+ORDERS = ("topological", "leaves_first", "shuffled")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +33,8 @@ class ArithmeticSettings:
     max_leaves: int | None = None
     # Facts that the question does not need.
     distractors: int = 0
-    # Facts stand in a random topological order, or in any order.
-    order: Literal["topological", "shuffled"] = "topological"
+    # Facts stand in a random topological order, in one with all leaves first, or in any order.
+    order: Literal["topological", "leaves_first", "shuffled"] = "topological"
     # Whether the question stands after the facts or before them.
     question: Literal["last", "first"] = "last"
 
@@ -71,9 +72,7 @@ class ArithmeticSettings:
             f"{self.names} names leave no room for one operation, its two leaves and {self.distractors} distractors; "
             "raise names or lower distractors",
         )
-        _require(
-            self.order in ("topological", "shuffled"), f"order must be 'topological' or 'shuffled', not {self.order!r}"
-        )
+        _require(self.order in ORDERS, f"order must be one of {', '.join(map(repr, ORDERS))}, not {self.order!r}")
         _require(self.question in ("last", "first"), f"question must be 'last' or 'first', not {self.question!r}")
 
     @classmethod

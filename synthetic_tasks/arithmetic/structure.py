@@ -241,8 +241,16 @@ def leaf_values(graph: Graph, values: Sequence[int]) -> tuple[int, ...]:
     return tuple([0 if node else value for node, value in zip(graph, values, strict=True)])
 
 
-def topological_order(graph: Graph, choose: RandomChooser) -> list[int]:
-    """A random order in which each fact stands after those it uses."""
+def fact_order(graph: Graph, order: str, choose: RandomChooser) -> list[int]:
+    """A random order of the facts: of any kind (`shuffled`), each after those it uses (`topological`), or that with
+    all leaves in front (`leaves_first`)."""
+    if order == "shuffled":
+        return choose.shuffled(range(len(graph)), len(graph))
+    facts = _topological_order(graph, choose)
+    return sorted(facts, key=lambda i: graph[i] is not None) if order == "leaves_first" else facts
+
+
+def _topological_order(graph: Graph, choose: RandomChooser) -> list[int]:
     waits = [2 if node else 0 for node in graph]
     users: list[list[int]] = [[] for _ in graph]
     for i, node in enumerate(graph):

@@ -21,11 +21,11 @@ from synthetic_tasks.arithmetic.structure import (
     draw_core,
     draw_distractors,
     enumerate_cores,
+    fact_order,
     fill_values,
     leaf_values,
     levels,
     operations_of,
-    topological_order,
 )
 from synthetic_tasks.arithmetic.symbolic import ROLES, Surface
 from synthetic_tasks.arithmetic.trace import Facts, Reading, Trace
@@ -145,11 +145,7 @@ class ArithmeticTask:
             names=tuple(choose.shuffled(self._surface.names, len(graph))),
             query=query,
             modulus=modulus,
-            order=tuple(
-                topological_order(graph, choose)
-                if settings.order == "topological"
-                else choose.shuffled(range(len(graph)), len(graph))
-            ),
+            order=tuple(fact_order(graph, settings.order, choose)),
         )
         level = levels(core)
         return Problem(
