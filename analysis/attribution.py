@@ -18,7 +18,7 @@ import pandas as pd
 
 from analysis.compute import arm_stages, by_arm, lineage
 from analysis.intervals import Interval, over_seeds, t_half_width, wilson
-from analysis.tables import Metric, bands, check_outcomes, interval_columns, matrix
+from analysis.tables import Metric, bands, check_outcomes, independent, interval_columns, matrix
 
 Floats = npt.NDArray[np.float64]
 Coalition = frozenset[str]
@@ -83,6 +83,8 @@ def coalitions(factors: Sequence[str], arms: Mapping[str, str]) -> dict[Coalitio
             raise ValueError(f"attribution arm {label!r} names {', '.join(unknown)}, no factor of {list(factors)}")
         if members in found:
             raise ValueError(f"attribution names two arms for {_label(members, factors) or 'no factor'!r}")
+        if arm in found.values():
+            raise ValueError(f"attribution takes arm {arm!r} for two combinations of {', '.join(factors)}")
         found[members] = arm
     _complete(factors, found)
     return found
@@ -117,6 +119,8 @@ def attribute(
         raise ValueError(f"clip must lie between 0 and 0.5, not {clip}")
     if matched and set(matched) != {"treated", "placebo"}:
         raise ValueError(f"matched names a treated and a placebo arm, not {', '.join(matched)}")
+    if matched and matched["treated"] == matched["placebo"]:
+        raise ValueError(f"matched names arm {matched['treated']!r} as its own placebo")
     contrast = (matched["treated"], matched["placebo"]) if matched else None
     factorial_arms = coalitions(factors, arms)
     note = ""
@@ -128,9 +132,10 @@ def attribute(
     names = sorted({arm for weights in effects.values() for arm in weights})
     rows = []
     for band, operations in bands(outcomes).items():
-        cells = {arm: matrix(outcomes, arm=arm, metric=metric, k=k, band=band).to_numpy() for arm in names}
+        values = {arm: matrix(outcomes, arm=arm, metric=metric, k=k, band=band) for arm in names}
         for scale in ("probability", "logit"):
             for (kind, effect), weights in effects.items():
+                cells = {arm: independent(values[arm], outcomes, list(weights)).to_numpy() for arm in weights}
                 interval = (
                     _linear(cells, weights, level) if scale == "probability" else _logit(cells, weights, level, clip)
                 )
@@ -220,8 +225,15 @@ def _label(coalition: Coalition, factors: Sequence[str], between: str = "+") -> 
 
 
 def _same_doses(stages: pd.DataFrame, ends: Mapping[str, str]) -> None:
-    """A kind of stage beyond pretraining has one dose (tokens, or samples for RL) in all arms that have it at all."""
+    """All arms start from one first stage, and a kind of stage beyond pretraining has one dose (tokens, or samples for
+    RL) in all arms that have it at all."""
     doses: dict[str, tuple[str, float]] = {}
+    roots = {lineage(stages, end)[0]: arm for arm, end in ends.items()}
+    if len(roots) > 1:
+        raise ValueError(
+            f"arms {' and '.join(map(repr, roots.values()))} start from different stages ({', '.join(roots)}): what "
+            "they differ in is not one factor"
+        )
     for arm, end in ends.items():
         mine = stages[stages["stage"].isin(lineage(stages, end)) & (stages["kind"] != "pretrain")]
         for kind, rows in mine.groupby("kind"):

@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis.compute import lineage
 from analysis.intervals import DIFFERENCE, SECOND_DIFFERENCE, Interval, over_seeds, over_seeds_and_problems
-from analysis.tables import Metric, check_outcomes, matrix
+from analysis.tables import Metric, check_outcomes, independent, matrix
 
 Verdict = Literal["shown", "not shown", "undecided", "no signal"]
 
@@ -63,8 +63,8 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimResult:
-    """A claim with what was found. signal_share and weight_change are of the RL stages between the arm and its parent
-    (of `other` for a gain_difference), over all seeds; None where there is none."""
+    """A claim with what was found. signal_share and weight_change are of the RL stages between the arm and its parent,
+    over all seeds (for a gain_difference of whichever arm had less signal); None where there is none."""
 
     claim: Claim
     interval: Interval
@@ -86,29 +86,32 @@ def judge(claim: Claim, outcomes: pd.DataFrame, stages: pd.DataFrame, parents: M
     positive: shown if the interval lies above 0; not shown if it does not reach above 0, or lies within +-delta.
     equivalent: shown if the interval lies within +-delta; not shown if it lies beyond on one side.
     Undecided otherwise. A gain of an arm whose RL never saw a group with signal is "no signal", unless the numbers
-    show a positive claim all the same.
+    show a positive claim all the same; so is an equivalence with such a gain. Where it is the gain that is subtracted
+    from, the verdict stands and the reason tells.
     Raises ValueError for an arm, parent or band that is not there.
     """
     check_outcomes(outcomes)
     gain = _gain(claim, claim.arm, outcomes, parents)
     if claim.other is not None:
         gain = gain - _gain(claim, claim.other, outcomes, parents)
+    involved = [arm for arm in (claim.arm, claim.other) if arm is not None]
+    gain = independent(gain, outcomes, [*involved, *(str(parents[arm]) for arm in involved)])
     method = over_seeds if claim.over == "seeds" else over_seeds_and_problems
     bounds = DIFFERENCE if claim.other is None else SECOND_DIFFERENCE
     interval = method(gain.to_numpy(), level=claim.level, bounds=bounds)
 
-    trained = claim.other or claim.arm
-    signal, groups, weight_change = _signal(outcomes, stages, trained, parents)
-    share = signal / groups if groups else None
     verdict, reason = _verdict(claim, interval)
-    if groups and not signal:
-        words = f"“{trained}” never had signal: the samples of none of its {groups:.0f} groups differed in reward"
-        if weight_change is not None:
-            words += f"; its weights changed by {weight_change:.2g} of their norm"
-        if claim.other is None and (verdict != "shown" or claim.expect == "equivalent"):
+    signals = {arm: found for arm in involved if (found := _signal(outcomes, stages, arm, parents)) is not None}
+    silent = {arm: found for arm, found in signals.items() if not found.share}
+    if silent:
+        words = "; ".join(found.words(arm) for arm, found in silent.items())
+        shown = verdict == "shown" and claim.expect == "positive"
+        if not shown and (claim.arm in silent or claim.expect == "equivalent"):
             verdict, reason = "no signal", f"{words}; the interval is {_span(interval)}"
         else:
             reason += f"; {words}"
+    least = min(signals.values(), key=lambda found: found.share, default=None)
+    share, weight_change = (None, None) if least is None else (least.share, least.weight_change)
     return ClaimResult(
         claim=claim, interval=interval, verdict=verdict, reason=reason, signal_share=share, weight_change=weight_change
     )
@@ -147,17 +150,35 @@ def _gain(claim: Claim, arm: str, outcomes: pd.DataFrame, parents: Mapping[str, 
     return values[0] - values[1]
 
 
+@dataclass(frozen=True)
+class _Signal:
+    """Of the RL stages that an arm has and its parent has not: groups, the share whose rewards differed, and the mean
+    relative change of the weights."""
+
+    groups: float
+    share: float
+    weight_change: float | None
+
+    def words(self, arm: str) -> str:
+        text = f"“{arm}” never had signal: the samples of none of its {self.groups:.0f} groups differed in reward"
+        if self.weight_change is not None:
+            text += f"; its weights changed by {self.weight_change:.2g} of their norm"
+        return text
+
+
 def _signal(
     outcomes: pd.DataFrame, stages: pd.DataFrame, arm: str, parents: Mapping[str, str | None]
-) -> tuple[float, float, float | None]:
-    """Groups with signal, groups, and mean weight change of the RL stages that the arm has and its parent has not."""
+) -> _Signal | None:
+    """None for an arm without RL of its own."""
     ends = outcomes.drop_duplicates("arm").set_index("arm")["stage"]
     before = lineage(stages, ends[str(parents[arm])])
     own = [stage for stage in lineage(stages, ends[arm]) if stage not in before]
     rows = stages[stages["stage"].isin(own) & (stages["kind"] == "rl")]
-    change = rows["weight_change"].mean() if len(rows) else float("nan")
     signal, groups = (float(rows[column].fillna(0).sum()) for column in ("groups_with_signal", "groups"))
-    return signal, groups, None if pd.isna(change) else float(change)
+    if not groups:
+        return None
+    change = rows["weight_change"].mean()
+    return _Signal(groups, signal / groups, None if pd.isna(change) else float(change))
 
 
 def _verdict(claim: Claim, interval: Interval) -> tuple[Verdict, str]:

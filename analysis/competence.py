@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from analysis.intervals import Interval, over_seeds
-from analysis.tables import Metric, arms, bands, check_outcomes, interval_columns, matrix
+from analysis.tables import Metric, arms, bands, check_outcomes, independent, interval_columns, matrix
 
 Competence = Literal["solved", "edge", "beyond", "undecided"]
 
@@ -43,7 +43,9 @@ def competence_map(outcomes: pd.DataFrame, *, k: int, metric: Metric = "strict",
     check_outcomes(outcomes)
     rows: list[dict[str, Any]] = []
     for arm in arms(outcomes):
-        first, last = (matrix(outcomes, arm=arm, metric=metric, k=each) for each in (1, k))
+        first, last = (
+            independent(matrix(outcomes, arm=arm, metric=metric, k=each), outcomes, [arm]) for each in (1, k)
+        )
         for band, members in bands(outcomes).items():
             for operations in members:
                 cell = first.columns.get_level_values("operations") == operations

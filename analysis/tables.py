@@ -236,6 +236,16 @@ def matrix(
     return wide
 
 
+def independent(values: pd.DataFrame, outcomes: pd.DataFrame, arms: Sequence[str]) -> pd.DataFrame:
+    """Values [seeds, problems] that come from these arms, one row a training run: seeds at which every one of the arms
+    is the same checkpoint differ in sampling alone, and are averaged instead of counted as repetitions."""
+    rows = outcomes[outcomes["arm"].isin(arms)].drop_duplicates(["arm", "seed"])
+    keys = rows.sort_values("arm").groupby("seed")["key"].agg(" ".join)
+    if keys.is_unique:
+        return values
+    return values.groupby(keys.loc[values.index].to_numpy(), sort=False).mean()
+
+
 def results(outcomes: pd.DataFrame, k: Sequence[int] | None = None) -> pd.DataFrame:
     """One row an (arm, seed, operations): what was measured, without intervals.
 
@@ -313,7 +323,7 @@ def _intervals(
     shared = outcomes.groupby("operations")["structures_shared"].any()
     rows = []
     for arm in arms(outcomes):
-        values = matrix(outcomes, arm=arm, metric=metric, k=k)
+        values = independent(matrix(outcomes, arm=arm, metric=metric, k=k), outcomes, [arm])
         operations = values.columns.get_level_values("operations")
         for band, members in bands(outcomes).items():
             for cell in [members] if by == "band" else [(member,) for member in members]:

@@ -14,7 +14,7 @@ TRAIN = 3.0
 
 
 def matrix_parameters(config: ModelConfig, vocabulary: int) -> int:
-    """Weights that multiply every token: projections, SwiGLU, convolutions and the head."""
+    """Weights that multiply a token: projections, SwiGLU, convolutions and the head."""
     width, head = config.width, config.head_size
     attention = width * head * (2 * config.heads + 2 * config.key_value_heads)
     mlp = 3 * width * config.hidden_size
@@ -22,10 +22,13 @@ def matrix_parameters(config: ModelConfig, vocabulary: int) -> int:
     return config.layers * (attention + mlp + convolutions) + width * vocabulary
 
 
-def forward_flops(config: ModelConfig, vocabulary: int, *, tokens: int, pairs: int) -> float:
-    """FLOPs of a forward pass over `tokens` tokens with `pairs` visible query-key pairs."""
+def forward_flops(config: ModelConfig, vocabulary: int, *, tokens: int, pairs: int, read: int | None = None) -> float:
+    """FLOPs of a forward pass over `tokens` tokens with `pairs` visible query-key pairs; the head gives logits at
+    `read` of the tokens (None: at all)."""
     per_pair = 4.0 * config.layers * config.heads * config.head_size
-    return 2.0 * matrix_parameters(config, vocabulary) * tokens + per_pair * pairs
+    unread = 0 if read is None else tokens - read
+    dense = matrix_parameters(config, vocabulary) * tokens - config.width * vocabulary * unread
+    return 2.0 * dense + per_pair * pairs
 
 
 def causal_pairs(start: int, length: int) -> int:

@@ -72,7 +72,8 @@ def run_graph(
     """Make every artifact of the graph that the store does not have.
 
     workers: processes; None for one a core, at most one a node. One worker runs in this process.
-    threads: of each worker; None shares the cores out.
+    threads: of each worker; None shares the cores out between the workers asked for. How much is left to do never
+    changes it: sums in another number of threads have other last bits, and arms are compared.
     A node that fails takes what depends on it with it; everything else is finished.
     """
     store.prepare()
@@ -83,8 +84,9 @@ def run_graph(
             state.outcome.reused.append(node.key)
             on_event(Event("reused", node))
     todo = len(graph.nodes) - len(state.outcome.reused)
-    workers = max(1, min(workers or cores(), todo))
+    workers = workers or cores()
     threads = threads or max(1, cores() // workers)
+    workers = max(1, min(workers, todo))
     job = _Job(store_root=store.root, threads=threads, runners=dict(runners), wandb=wandb)
     if todo:
         (_run_here if workers == 1 else _run_pool)(state, job, workers, on_event)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from synthetic_tasks import EmptyCellError, Split, list_tasks
 from testbed.config import RL, Train
 from testbed.errors import nearest
+from testbed.nodes import Seeds
 from testbed.schema import Spec
 
 
@@ -23,6 +24,9 @@ def _check(spec: Spec) -> Iterator[str]:
         spec.seed_sets()
     except ValueError as error:
         yield f"seeds: {error}."
+    for i, seeds in enumerate(spec.seeds):
+        if isinstance(seeds, Seeds) and seeds.problems:
+            yield f"seeds.{i}.problems: all repetitions share their problems; set problem_seed instead."
     if not spec.seeds:
         yield "seeds: give at least one, such as [0, 1, 2]."
     yield from _check_bands(spec)
@@ -39,6 +43,7 @@ def _check(spec: Spec) -> Iterator[str]:
                 yield from _refer(f"{here}.match", other, spec.stages, "stage")
     yield from _check_cycles(spec)
     yield from _check_carried(spec)
+    yield from _check_rows(spec)
     if not spec.arms:
         yield "arms: give at least one, such as {pretrained: pretrain}."
     for arm, stage_name in spec.arms.items():
@@ -110,6 +115,29 @@ def _check_carried(spec: Spec) -> Iterator[str]:
                 yield f"stages.{name}.parent_optimizer: there is nothing to carry on: {why}; set it to reset."
 
 
+def _check_rows(spec: Spec) -> Iterator[str]:
+    """A corpus that is read on by a later stage is packed into rows of the same length."""
+    for name, stage in spec.stages.items():
+        if not isinstance(stage, Train) or _cycle({n: [s.parent] if s.parent else [] for n, s in spec.stages.items()}):
+            continue
+        for ancestor in _ancestors(spec, name):
+            earlier = spec.stages[ancestor]
+            if isinstance(earlier, Train) and earlier.data == stage.data and earlier.row_length != stage.row_length:
+                yield (
+                    f"stages.{name}.row_length: `{ancestor}` read the corpus `{stage.data}` in rows of "
+                    f"{earlier.row_length}, and this stage goes on where it stopped; take the same"
+                )
+                break
+
+
+def _ancestors(spec: Spec, name: str) -> Iterator[str]:
+    """Names of the stages above one, as far as they exist; the links must not be a circle."""
+    parent = spec.stages[name].parent
+    while parent in spec.stages:
+        yield parent
+        parent = spec.stages[parent].parent
+
+
 def _cycle(links: Mapping[str, Iterable[str]]) -> list[str]:
     """A closed path along the links, or nothing."""
     done: set[str] = set()
@@ -148,6 +176,9 @@ def _check_parents(spec: Spec) -> Iterator[str]:
         parents = spec.parent_arms()
     except ValueError as error:
         yield f"parents: {error}."
+        return
+    if circle := _cycle({arm: [parent] if parent else [] for arm, parent in parents.items()}):
+        yield f"parents: {' → '.join(circle)} is a circle; a gain is measured from what came before."
         return
     for i, claim in enumerate(spec.claims):
         for arm in (claim.arm, claim.other):

@@ -10,7 +10,7 @@ import pandas as pd
 
 from models.noise import Noise
 from models.sampler import sample
-from synthetic_tasks import Problem, Task
+from synthetic_tasks import Problem, Split, Task
 from testbed import runtime
 from testbed.config import Evaluation
 from testbed.nodes import Node
@@ -29,9 +29,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
     stream = runtime.derive(node.context.seeds.problems, "evaluation")
     cells = sorted({operations for band in node.context.bands.values() for operations in band})
     problems = {
-        operations: task.sample_batch(
-            seed=stream, start=0, count=config.problems, operations=operations, split=config.split
-        )
+        operations: distinct_problems(task, config.problems, seed=stream, operations=operations, split=config.split)
         for operations in cells
     }
     rows: list[dict[str, Any]] = []
@@ -41,7 +39,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         drawn = sample(
             model,
             [[tokenizer.bos, *tokenizer.encode(problem.prompt)] for problem in problems[operations]],
-            range(config.problems),
+            range(len(problems[operations])),
             samples=config.samples,
             max_new_tokens=config.max_new_tokens,
             end=tokenizer.eos,
@@ -56,7 +54,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
             own = slice(i * config.samples, (i + 1) * config.samples)
             rows.append(outcome(task, problem, i, texts[own], ended[own], lengths[own], temperature=config.temperature))
         sampled += int(lengths.sum())
-        strict = sum(row["c_strict"] for row in rows[-config.problems :]) / (config.problems * config.samples)
+        strict = sum(row["c_strict"] for row in rows[-len(problems[operations]) :]) / len(texts)
         tracker.log(done, len(cells), operations=operations, strict=strict, tokens=sampled)
     pd.DataFrame(rows).to_parquet(out / "outcomes.parquet")
     roles = teacher_forced(model, tokenizer, task, problems, step=0)
@@ -68,6 +66,21 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         "device": str(fabric.device),
         "dtype": "float32",
     }
+
+
+def distinct_problems(task: Task, count: int, *, seed: int, operations: int, split: Split) -> list[Problem]:
+    """The first `count` problems of a stream that differ by their instance key, or as many as 16 draws for each find.
+
+    A cell of one or two operations may hold fewer problems than are asked for; repeated ones would count as evidence.
+    """
+    found: dict[str, Problem] = {}
+    for start in range(0, 16 * count, count):
+        for problem in task.sample_batch(seed=seed, start=start, count=count, operations=operations, split=split):
+            if len(found) < count:
+                found.setdefault(problem.instance_key, problem)
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def outcome(

@@ -68,7 +68,6 @@ def execute(
             draft.manifest = {
                 "kind": node.kind,
                 "name": node.name,
-                "key": node.key,
                 "fields": node.fields,
                 "inputs": node.parents,
                 "summary": summary,
@@ -93,12 +92,13 @@ def numeric_class(summary: Mapping[str, Any]) -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None:
         return {}
-    cuda = torch.cuda.is_available()
+    device = str(summary.get("device", "cpu"))
     return {
         "torch": str(torch.__version__),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "device": summary.get("device", torch.cuda.get_device_name(0) if cuda else "cpu"),
+        # The card, not its number: two kinds of card give different bits.
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
         "dtype": summary.get("dtype", "float32"),
     }
 

@@ -318,6 +318,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         **counts,
         "flops": flops,
         "weight_change": runtime.relative_change(before, runtime.flat(raw)),
+        "positions": runtime.positions_of(inputs["parent"]),
         "parameters": raw.parameter_count(),
         "device": str(fabric.device),
         "dtype": "float32",
@@ -325,16 +326,20 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
 
 
 def _flops(model: Transformer, rollouts: Rollouts, micros: Sequence[Micro], steps: int, reference: bool) -> float:
-    """FLOPs of a batch: each prompt read once, each new token once, then forward and backward of the trained rows."""
+    """FLOPs of a batch: each prompt is read once for one row of logits, and of a sample every token but the last is fed
+    back; then forward and backward of the trained rows."""
     lengths = rollouts.samples.lengths.view(len(rollouts.prompts), rollouts.group).tolist()
     prompts = [len(prompt) for prompt in rollouts.prompts]
-    tokens = sum(prompts) + sum(map(sum, lengths))
+    fed = [[length - 1 for length in group] for group in lengths]
+    again = sum(map(sum, fed))
     pairs = sum(causal_pairs(0, n) for n in prompts)
-    pairs += sum(causal_pairs(n, length) for n, group in zip(prompts, lengths, strict=True) for length in group)
+    pairs += sum(causal_pairs(n, length) for n, group in zip(prompts, fed, strict=True) for length in group)
     trained = {
         "tokens": sum(int(micro.documents.sum()) for micro in micros),
         "pairs": sum(micro.pairs for micro in micros),
     }
     passes = TRAIN * steps + (1.0 if reference and micros else 0.0)
-    sampling = forward_flops(model.config, model.vocabulary, tokens=tokens, pairs=pairs)
+    sampling = forward_flops(
+        model.config, model.vocabulary, tokens=sum(prompts) + again, pairs=pairs, read=len(prompts) + again
+    )
     return sampling + passes * forward_flops(model.config, model.vocabulary, **trained)

@@ -51,6 +51,12 @@ def summary_of(path: Path) -> dict[str, Any]:
     return summary
 
 
+def positions_of(path: Path) -> dict[str, dict[str, int]]:
+    """How many rows, of which length, a stage and its ancestors have read of each corpus (by key)."""
+    positions: dict[str, dict[str, int]] = summary_of(path)["positions"]
+    return positions
+
+
 def save_model(out: Path, model: Transformer, tokenizer: Tokenizer) -> None:
     """Write model.safetensors, model.json and tokenizer.json."""
     # A tied head is the embedding: it is written once.

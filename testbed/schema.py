@@ -78,6 +78,10 @@ class Attribution(BaseModel):
             raise ValueError(f"arms: give one arm for each of the {2 ** len(self.factors)} combinations of the factors")
         if self.matched and set(self.matched) != {"treated", "placebo"}:
             raise ValueError("matched: give both treated and placebo")
+        if len(set(self.arms.values())) < len(self.arms):
+            raise ValueError("arms: every combination needs an arm of its own")
+        if self.matched and self.matched["treated"] == self.matched["placebo"]:
+            raise ValueError("matched: treated and placebo must be two arms")
         return self
 
 
@@ -139,7 +143,9 @@ class Spec(BaseModel):
         for ancestor in reversed(self.lineage(self.arms[arm])[:-1]):
             others = {other: stage for other, stage in self.arms.items() if other != arm}
             found = [other for other, stage in others.items() if stage == ancestor]
-            found = found or [other for other, stage in others.items() if self._anneals(stage, ancestor)]
+            # An annealing is not compared with another annealing of the same checkpoint: neither came first.
+            if not found and not self._anneals(self.arms[arm], ancestor):
+                found = [other for other, stage in others.items() if self._anneals(stage, ancestor)]
             if len(found) > 1:
                 raise ValueError(f"the arm `{arm}` may be compared with {' or '.join(found)}; say which in `parents`")
             if found:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from models.config import PRESETS
 from testbed.checks import check
+from testbed.config import RL, Train
 from testbed.errors import SpecError, nearest
 from testbed.reading import explain, override, plain, read_yaml
 from testbed.schema import Attribution, Data, Spec, TaskSpec
@@ -50,7 +51,7 @@ def parse(raw: Mapping[str, Any], *, source: str = "the spec") -> Spec:
     """A spec from a mapping of the shape of a YAML file. Raises SpecError."""
     try:
         # By way of JSON, pydantic's strict mode takes lists for tuples and "3" for the key 3, and nothing else.
-        text = json.dumps(_expand_preset(plain(raw, "")))
+        text = json.dumps(_expand_parts(_expand_preset(plain(raw, ""))))
         spec = Spec.model_validate_json(text, strict=True)
     except ValidationError as error:
         problems = [explain(Spec, raw, e) for e in error.errors()]
@@ -91,3 +92,20 @@ def _expand_preset(raw: dict[str, Any]) -> dict[str, Any]:
         changes = {key: value for key, value in model.items() if key != "preset"}
         return {**raw, "model": {**dataclasses.asdict(PRESETS[size]), **changes}}
     return raw
+
+
+def _expand_parts(raw: dict[str, Any]) -> dict[str, Any]:
+    """What is given in part keeps the rest of its stage's own default: `optimizer: {clip: 0.5}` keeps RL's rate."""
+    stages = raw.get("stages")
+    if not isinstance(stages, dict):
+        return raw
+    return {**raw, "stages": {name: _expand_stage(stage) for name, stage in stages.items()}}
+
+
+def _expand_stage(stage: Any) -> Any:
+    if not isinstance(stage, dict):
+        return stage
+    kind = RL if stage.get("kind") == "rl" else Train
+    parts = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
+    given = {name: stage[name] for name in parts if isinstance(stage.get(name), dict)}
+    return {**stage, **{name: {**dataclasses.asdict(parts[name]), **given[name]} for name in given}}

@@ -129,7 +129,7 @@ class Store:
         try:
             yield draft
             try:
-                self._seal(draft)
+                self._seal(draft, key)
                 final.parent.mkdir(exist_ok=True)
                 # Fails where the other directory exists and holds anything.
                 draft.out.rename(final)
@@ -206,6 +206,10 @@ class Store:
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             files = manifest["files"]
+            if manifest["sha256"] != _manifest_digest(manifest):
+                return "its manifest differs from its digest", {}
+            if manifest["key"] != path.name:
+                return f"it was made as {manifest['key']}", {}
             for name, entry in files.items():
                 if not (path / name).is_file():
                     return f"{name} is missing", {}
@@ -219,7 +223,7 @@ class Store:
             self._read.add(path)
         return None, manifest
 
-    def _seal(self, draft: Draft) -> None:
+    def _seal(self, draft: Draft, key: str) -> None:
         paths = sorted(path for path in draft.out.rglob("*") if path.is_file())
         for path in paths:
             _sync(path)
@@ -227,7 +231,10 @@ class Store:
             path.relative_to(draft.out).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
             for path in paths
         }
-        text = json.dumps({**draft.manifest, "files": files}, indent=1, sort_keys=True)
+        # As JSON gives it back, so that the digest is the same when it is read.
+        manifest = json.loads(json.dumps({**draft.manifest, "key": key, "files": files}))
+        manifest["sha256"] = _manifest_digest(manifest)
+        text = json.dumps(manifest, indent=1, sort_keys=True)
         (draft.out / MANIFEST).write_text(text + "\n", encoding="utf-8")
         _sync(draft.out / MANIFEST)
         _sync(draft.out)
@@ -242,6 +249,12 @@ class Store:
 def default_root() -> Path:
     """$TESTBED_STORE, or ./runs."""
     return Path(os.environ.get("TESTBED_STORE") or "runs")
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    """Of everything in a manifest but the digest itself."""
+    body = {name: value for name, value in manifest.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -7,7 +7,7 @@ A loader's state is one integer, and a child that continues on its parent's corp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         raw = Transformer(node.context.model, len(tokenizer))
     else:
         raw = runtime.load_parent(parent, tokenizer)
+    # Moved first: a parent's moments are loaded to where the weights are.
+    raw = raw.to(fabric.device)
     optimizers = optim.build(raw, config.optimizer)
     if parent is not None and config.parent_optimizer == "carry":
         runtime.load_optimizers(parent, optimizers)
@@ -115,7 +117,8 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
 
     corpus = Corpus(inputs["corpus"])
     loader = PackedLoader(corpus, rows=config.rows, row_length=config.row_length, seed=node.context.seeds.order)
-    start = _start(parent, node)
+    positions = {} if parent is None else runtime.positions_of(parent)
+    start = _start(positions.get(node.parents["corpus"]), config)
     total = _steps(config, loader, raw, inputs)
     probes = {round(total * (i + 1) / config.probes) for i in range(config.probes)}
     held_out = {
@@ -161,21 +164,27 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         "parameters": raw.parameter_count(),
         "loss": loss,
         "unlearnt_lookups": [o for o in unlearnt_lookups(table) if str(o) in corpus.report["documents_by_operations"]],
-        # Where this stage left its corpus, for a child that goes on with it.
-        "position": {"corpus": node.parents["corpus"], "rows": start * config.rows + total * config.rows},
+        # Where the corpora were left, for a descendant that goes on with one.
+        "positions": positions
+        | {node.parents["corpus"]: {"rows": (start + total) * config.rows, "row_length": config.row_length}},
         "device": str(fabric.device),
         "dtype": "float32",
     }
 
 
-def _start(parent: Path | None, node: Node) -> int:
-    """First batch: where the parent stopped if it read the same corpus, else 0."""
-    config = node.config
-    assert isinstance(config, Train)
-    position = None if parent is None else runtime.summary_of(parent).get("position")
-    if position is None or position["corpus"] != node.parents["corpus"]:
+def _start(position: Mapping[str, int] | None, config: Train) -> int:
+    """First batch: where the nearest ancestor that read the corpus stopped, 0 where none did.
+
+    Raises ValueError where it read rows of another length: they are packed anew, and nobody knows what was read.
+    """
+    if position is None:
         return 0
-    return -(-int(position["rows"]) // config.rows)
+    if position["row_length"] != config.row_length:
+        raise ValueError(
+            f"an earlier stage read this corpus in rows of {position['row_length']}; set row_length to the same, "
+            f"not {config.row_length}"
+        )
+    return -(-position["rows"] // config.rows)
 
 
 def _steps(config: Train, loader: PackedLoader, model: Transformer, inputs: dict[str, Path]) -> int:

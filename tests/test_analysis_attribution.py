@@ -51,6 +51,7 @@ def test_coalitions_are_read_in_any_order_and_must_be_complete() -> None:
         ({k: v for k, v in ARMS.items() if k != "rl"}, "missing: 'rl'"),
         ({**ARMS, "sft": "mid"}, "names sft"),
         ({**ARMS, "rl+mid": "mid"}, "two arms"),
+        ({**ARMS, "mid+rl": "rl"}, "'rl' for two combinations"),
     ):
         with pytest.raises(ValueError, match=message):
             coalitions(FACTORS, arms)
@@ -129,6 +130,30 @@ def test_a_budget_split_is_refused(outcomes: pd.DataFrame) -> None:
         attribute(outcomes, factors=FACTORS, arms=ARMS, stages=ladder)
 
 
+def test_arms_of_one_factorial_start_from_one_stage(outcomes: pd.DataFrame) -> None:
+    stages = made_up.stages()
+    shorter = stages[stages["stage"] == "pretrain"].assign(stage="short", tokens=1)
+    moved = stages.assign(parent=stages["parent"].where(stages["stage"] != "mid", "short"))
+    with pytest.raises(ValueError, match="start from different stages"):
+        attribute(outcomes, factors=FACTORS, arms=ARMS, stages=pd.concat([shorter, moved]))
+
+
+def test_one_checkpoint_sampled_often_is_one_run(outcomes: pd.DataFrame) -> None:
+    """Effects of arms that repeat their checkpoint are not given an interval over seeds."""
+    kept = ["pretrained", "mid"]
+    one = outcomes.assign(key=outcomes["key"].where(~outcomes["arm"].isin(kept), outcomes["arm"]))
+    table = attribute(one, factors=FACTORS, arms=ARMS)
+    base, total = (cell(table, "further", kind, effect) for kind, effect in (
+        ("base", "pretrained"), ("total", "mid+rl − pretrained"),
+    ))  # fmt: skip
+    assert (base["seeds"], total["seeds"]) == (1, 4) and "one seed" in base["method"]
+    same = attribute(outcomes, factors=FACTORS, arms=ARMS)
+    assert base["estimate"] == pytest.approx(cell(same, "further", "base", "pretrained")["estimate"])
+    alone = attribute(outcomes[outcomes["arm"].isin(["pretrained", "mid"])].assign(key="k"), factors=["mid"],
+        arms={"": "pretrained", "mid": "mid"})  # fmt: skip
+    assert set(alone["seeds"]) == {1}
+
+
 def test_a_matched_contrast_needs_equal_flops(outcomes: pd.DataFrame) -> None:
     stages = made_up.stages()
     cheap = stages.assign(flops=stages["flops"].where(stages["stage"] != "continued", 1e12))
@@ -140,6 +165,8 @@ def test_a_matched_contrast_needs_equal_flops(outcomes: pd.DataFrame) -> None:
         )
     with pytest.raises(ValueError, match="a treated and a placebo"):
         attribute(outcomes, factors=FACTORS, arms=ARMS, matched={"treated": "mid+rl"})
+    with pytest.raises(ValueError, match="its own placebo"):
+        attribute(outcomes, factors=FACTORS, arms=ARMS, matched={"treated": "rl", "placebo": "rl"})
     assert "matched" not in set(attribute(outcomes, factors=FACTORS, arms=ARMS, matched={}, stages=cheap)["kind"])
 
 

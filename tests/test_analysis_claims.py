@@ -118,6 +118,31 @@ def test_no_signal_elsewhere_does_not_stop_a_difference_or_a_shown_gain() -> Non
     assert run(gain, base=0.2, rl=0.2, stages=silent).verdict == "no signal"
 
 
+def test_a_silent_arm_is_never_an_equivalence() -> None:
+    """Whichever side of the difference was silent."""
+    for arm, other in (("rl far", "rl"), ("rl", "rl far")):
+        equal = Claim(
+            name="same", kind="gain_difference", arm=arm, other=other, band="further", expect="equivalent", delta=0.5
+        )
+        result = run(equal, base=0.2, rl=0.2, stages=made_up.stages(far_signal=0))
+        assert result.verdict == "no signal" and result.signal_share == 0.0
+        assert "“rl far” never had signal" in result.reason
+        assert run(equal, base=0.2, rl=0.2).verdict == "shown"
+    treated = Claim(name="more", kind="gain_difference", arm="rl far", other="rl", band="further")
+    assert run(treated, base=0.2, rl=0.2, stages=made_up.stages(far_signal=0)).verdict == "no signal"
+
+
+def test_repeated_checkpoints_are_one_run() -> None:
+    outcomes = made_up.outcomes(seed_sd=0.3)
+    claim = Claim(name="gain", arm="mid", band="edge")
+    # From one parent, differing runs are repetitions; one run sampled again and again is not.
+    parent = outcomes.assign(key=outcomes["key"].where(outcomes["arm"] != "pretrained", "one"))
+    assert judge(claim, parent, STAGES, made_up.PARENTS).interval.seeds == 4
+    found = judge(claim, outcomes.assign(key=outcomes["arm"]), STAGES, made_up.PARENTS).interval
+    assert found.seeds == 1
+    assert found.estimate == pytest.approx(judge(claim, outcomes, STAGES, made_up.PARENTS).estimate)
+
+
 def test_a_constant_null_is_not_equivalent_for_free() -> None:
     rates = {"pretrained": {6: 0.0}, "rl": {6: 0.0}}
     few = judge(NONE, made_up.outcomes(rates, problems=20), STAGES, made_up.PARENTS)

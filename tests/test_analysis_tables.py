@@ -135,6 +135,9 @@ def test_by_band_and_by_operations(outcomes: pd.DataFrame) -> None:
     same = band[(band["arm"] == "rl") & (band["band"] == "edge")].iloc[0]
     assert (edge["low"], edge["high"], edge["structures_shared"]) == (same["low"], same["high"], False)
     assert by_band(outcomes, population=True)["method"].str.startswith("two-way").any()
+    once = by_band(outcomes.assign(key=outcomes["arm"]), "strict", 4)
+    assert (once["seeds"] == 1).all()
+    assert once["estimate"].to_numpy() == pytest.approx(band["estimate"].to_numpy())
 
 
 # --- competence

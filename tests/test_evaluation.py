@@ -109,6 +109,18 @@ def test_outcome_counts_verdicts() -> None:
     assert row["process_mean"] == pytest.approx((1 + 1 + 0 + 3 / 4 + 0) / 5)
 
 
+def test_evaluation_problems_are_distinct_and_stable() -> None:
+    """Of a cell with fewer problems than asked for, each is taken once; more asked for only adds to the list."""
+    few = evaluation.distinct_problems(TASK, 200, seed=0, operations=1, split="test")
+    many = evaluation.distinct_problems(TASK, 50, seed=0, operations=3, split="test")
+    assert 1 < len(few) < 200 and len(many) == 50
+    for found in (few, many):
+        assert len({problem.instance_key for problem in found}) == len(found)
+    assert evaluation.distinct_problems(TASK, 20, seed=0, operations=3, split="test") == many[:20]
+    drawn = TASK.sample_batch(seed=0, start=0, count=2000, operations=1, split="test")
+    assert {problem.instance_key for problem in drawn} == {problem.instance_key for problem in few}
+
+
 def test_an_evaluation_fits_its_schema_and_repeats(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ModelConfig(layers=1, width=16, heads=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -115,6 +116,21 @@ def test_workers_are_processes_with_their_own_threads(store: Store) -> None:
     assert len({summary["pid"] for summary in made} - {os.getpid()}) == 2
     assert {(s["OMP_NUM_THREADS"], s["OMP_WAIT_POLICY"]) for s in made} == {("3", "PASSIVE")}
     assert set(outcome.failed) <= set(graph.evaluations.values())
+
+
+def test_what_is_left_to_do_does_not_change_the_threads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sweeps.local.cores", lambda: 4)
+    seen = []
+    monkeypatch.setattr("sweeps.local._run_here", lambda state, job, workers, on_event: seen.append(job.threads))
+    monkeypatch.setattr("sweeps.local._run_pool", lambda state, job, workers, on_event: seen.append(job.threads))
+    graph = smoke()
+    for workers in (None, 2, 1):
+        run_graph(graph, store, workers=workers, runners=FAKES)
+    key = next(key for key, node in graph.nodes.items() if node.kind == "corpus")
+    one = dataclasses.replace(graph, nodes={key: graph.nodes[key]})
+    for workers in (None, 2, 1):
+        run_graph(one, store, workers=workers, runners=FAKES)
+    assert seen == [1, 2, 4] * 2
 
 
 def test_damage_is_mended(store: Store) -> None:

@@ -83,7 +83,7 @@ def test_clipped_surrogate_by_hand(advantage: float, ratio: float) -> None:
         torch.ones(1, 1, dtype=torch.bool), clip_low=0.2, clip_high=0.28,
     )  # fmt: skip
     clipped = min(max(ratio, 0.8), 1.28)
-    assert float(loss) == pytest.approx(-min(ratio * advantage, clipped * advantage))
+    assert loss.item() == pytest.approx(-min(ratio * advantage, clipped * advantage))
     (gradient,) = torch.autograd.grad(loss, log_probs)
     stopped = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
     assert float(gradient) == pytest.approx(0.0 if stopped else -ratio * advantage)
@@ -111,7 +111,7 @@ def test_k3_by_enumeration() -> None:
     log_p = torch.log_softmax(theta, 0)
     terms = torch.stack([rl.k3(log_p[i].view(1, 1), reference[i].view(1, 1), each) for i in range(6)])
     value = (p * terms).sum()
-    assert float(value) == pytest.approx(float((p * (log_p - reference)).sum()))
+    assert value.item() == pytest.approx((p * (log_p - reference)).sum().item())
     (found,) = torch.autograd.grad(value, theta)
     reverse = (reference.exp() * (reference - torch.log_softmax(theta, 0))).sum()
     (expected,) = torch.autograd.grad(reverse, theta)
@@ -286,11 +286,14 @@ def test_random_rewards_are_coin_flips() -> None:
 # The stage ----------------------------------------------------------------------------------------------------------
 
 
+POSITIONS = {"corpus": {"rows": 64, "row_length": 128}}
+
+
 def parent(path: Path) -> Path:
     """A checkpoint whose model often writes a valid answer mark, so that some answer rewards differ."""
     path.mkdir()
     runtime.save_model(path, policy(), TOKENIZER)
-    (path / MANIFEST).write_text(json.dumps({"summary": {}}))
+    (path / MANIFEST).write_text(json.dumps({"summary": {"positions": POSITIONS}}))
     return path
 
 
@@ -321,6 +324,8 @@ def test_a_stage_without_signal_says_so_and_does_not_move(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in (tmp_path / "out" / METRICS).read_text().splitlines()]
     assert [line["reward"] for line in lines] == [0.0, 0.0] and lines[0]["grad_norm"] == 0.0
     assert summary["sampled_tokens"] > 0 and summary["flops"] > 0
+    # What was read of a corpus before is not forgotten.
+    assert summary["positions"] == POSITIONS
 
 
 def test_rollouts_see_the_weights_of_the_last_update() -> None:
@@ -333,9 +338,9 @@ def test_rollouts_see_the_weights_of_the_last_update() -> None:
     micros = rl.micro_batches(rollouts, np.ones((4, 6)), CONFIG, TOKENIZER.pad)
     for micro in micros:
         gap = (micro.log_probs(model, 1.0) - micro.sampled).abs()[micro.mask]
-        assert float(gap.max()) < 1e-5
+        assert gap.max().item() < 1e-5
     stale = micros[0].log_probs(policy(), 1.0) - micros[0].sampled
-    assert float(stale[micros[0].mask].abs().max()) > 1e-2
+    assert stale[micros[0].mask].abs().max().item() > 1e-2
 
 
 def test_noise_of_a_step_differs_from_that_of_the_next() -> None:

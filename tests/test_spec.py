@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ def test_built_in_specs_are_sound(name: str) -> None:
         ("attribution.arms.mid=midd", "attribution.arms.mid", "did you mean `mid`"),
         ("attribution.arms={'': pretrained}", "attribution", "each of the 4 combinations"),
         ("attribution.matched={treated: rl}", "attribution", "both treated and placebo"),
+        ("attribution.arms.mid=rl", "attribution", "an arm of its own"),
+        ("attribution.matched.placebo=mid+rl", "attribution", "must be two arms"),
+        ("parents={mid: rl, rl: mid}", "parents", "mid → rl → mid is a circle"),
+        ("stages.continued.row_length=64", "stages.continued.row_length", "`pretrain` read the corpus `base`"),
+        ("seeds=[{init: 0, problems: 1}, {init: 1}]", "seeds.0.problems", "set problem_seed"),
         ("stages.pretrain.parent=mid", "stages.pretrain", "is a circle"),
         ("stages.mid={kind: midtrain, parent: pretrain, data: base, match: [mid_rl]}", "stages.mid", "is a circle"),
         ("stages.mid.optimizer.kind=muon", "stages.mid.parent_optimizer", "trains with adamw, this stage with muon"),
@@ -217,9 +223,26 @@ def test_parent_arms_are_annealed_or_evaluated_ancestors() -> None:
     two = "stages.second={kind: pretrain, parent: pretrain, data: base, tokens: 999}"
     assert "say which in `parents`" in message(two, "arms.second=second")
     pairs = "parents={mid: second, rl: pretrained, mid+rl: mid, continued: pretrained, second: pretrained}"
-    assert (
-        load("smoke", [two, "arms.second=second", pairs, "parents.pretrained=second"]).parent_arms()["mid"] == "second"
-    )
+    assert load("smoke", [two, "arms.second=second", pairs]).parent_arms()["mid"] == "second"
+    assert "is a circle" in message(two, "arms.second=second", pairs, "parents.pretrained=second")
+
+
+def test_two_annealings_of_a_checkpoint_are_not_each_others_parents() -> None:
+    second = "stages.second={kind: pretrain, parent: pretrain, data: base, tokens: 999}"
+    arms = "arms={short: anneal, long: second}"
+    spec = load("smoke", [second, arms, "attribution=null", "claims=[]"])
+    assert spec.parent_arms() == {"short": None, "long": None}
+
+
+def test_a_part_given_in_part_keeps_its_stages_own_defaults() -> None:
+    """Those of rl differ from those of training."""
+    changes = ["stages.rl.optimizer.clip=0.5", "stages.rl.schedule={warmup: 0.1}", "stages.mid.optimizer.clip=0.5"]
+    spec = load("smoke", changes)
+    whole = load("smoke").stages
+    rl, mid = spec.stages["rl"], spec.stages["mid"]
+    assert rl.optimizer == dataclasses.replace(whole["rl"].optimizer, clip=0.5) and rl.optimizer.lr == 3e-4
+    assert rl.schedule == dataclasses.replace(whole["rl"].schedule, warmup=0.1)
+    assert mid.optimizer == dataclasses.replace(whole["mid"].optimizer, clip=0.5) and mid.optimizer.lr == 3e-3
 
 
 json_values = st.recursive(

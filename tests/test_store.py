@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -129,7 +130,20 @@ def damage_odd_manifest(path: Path) -> None:
     (path / MANIFEST).write_text('{"files": {"b.bin": 3}}')
 
 
+def damage_edited_manifest(path: Path) -> None:
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["summary"] = {"flops": 9e9}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def damage_other_name(path: Path) -> None:
+    """Another artifact stands under the key."""
+    shutil.rmtree(path)
+    publish(Store(path.parent.parent), "k2").rename(path)
+
+
 DAMAGES: list[Any] = [
+    damage_edited_manifest, damage_other_name,
     damage_size, damage_bytes, damage_missing, damage_manifest, damage_no_manifest, damage_odd_manifest,
 ]  # fmt: skip
 

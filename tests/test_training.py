@@ -14,10 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
 from models.flops import causal_pairs, forward_flops
+from models.noise import Noise
+from models.sampler import sample
 from models.transformer import Transformer
 from synthetic_tasks import Tokenizer, get_task
 from synthetic_tasks.corpus import Batch, Component, Corpus, PackedLoader, build_corpus
-from testbed import runtime, training
+from testbed import rl, runtime, training
 from testbed.config import Optimizer, Schedule, Train
 from testbed.nodes import Context, Node, Seeds
 from testbed.store import MANIFEST
@@ -93,7 +95,7 @@ def test_loss_is_the_weighted_mean_over_predicted_tokens(corpus: Path, prompt_we
                 total -= w * scores[t - 1, ids[t]].item()
                 weights += w
     assert weight == pytest.approx(weights)
-    assert float(loss) == pytest.approx(total, rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-5)
 
 
 def test_non_finite_loss_and_gradient_stop_before_the_step(corpus: Path) -> None:
@@ -123,14 +125,16 @@ def node_of(config: Train, parents: dict[str, str], **seeds: int) -> Node:
     return Node(kind=config.kind, name="stage", seed=0, key="k", config=config, parents=parents, context=context)
 
 
-def train(config: Train, corpus: Path, out: Path, parent: Path | None = None, **more: Any) -> dict[str, Any]:
+def train(
+    config: Train, corpus: Path, out: Path, parent: Path | None = None, *, name: str = "c", **more: Any
+) -> dict[str, Any]:
     """Run a stage as the store does, manifest included."""
     import json
 
     out.mkdir()
     inputs = {"corpus": corpus} | ({"parent": parent} if parent else {}) | more.pop("match", {})
     with Tracker(out) as tracker:
-        summary = training.run(node_of(config, {"corpus": "c"}, **more), inputs, out, tracker)
+        summary = training.run(node_of(config, {"corpus": name}, **more), inputs, out, tracker)
     (out / MANIFEST).write_text(json.dumps({"summary": summary}))
     return summary
 
@@ -166,6 +170,18 @@ def test_two_stages_equal_one_bit_for_bit(corpus: Path, tmp_path: Path, per_step
     reset = dataclasses.replace(half, parent="first", parent_optimizer="reset")
     train(reset, corpus, tmp_path / "reset", tmp_path / "first")
     assert not torch.equal(weights(tmp_path / "reset"), weights(tmp_path / "second"))
+
+
+def test_a_corpus_is_read_on_from_where_any_ancestor_left_it(corpus: Path, tmp_path: Path, per_step: float) -> None:
+    """Through a stage on another corpus, and never from rows of another length."""
+    config = dataclasses.replace(STAGE, tokens=round(2 * per_step), parent="a")
+    train(dataclasses.replace(config, parent=None), corpus, tmp_path / "a")
+    between = train(config, corpus, tmp_path / "b", tmp_path / "a", name="other")
+    assert between["positions"] == {n: {"rows": 16, "row_length": 64} for n in ("c", "other")}
+    third = train(config, corpus, tmp_path / "c", tmp_path / "b")
+    assert third["positions"]["c"]["rows"] == 32
+    with pytest.raises(ValueError, match="in rows of 64; set row_length to the same"):
+        train(dataclasses.replace(config, row_length=80), corpus, tmp_path / "d", tmp_path / "b")
 
 
 def test_seeds_do_what_they_say(corpus: Path, tmp_path: Path) -> None:
@@ -225,6 +241,26 @@ def test_flops_equal_torch_counter(model: ModelConfig) -> None:
     ours = forward_flops(model, vocabulary, tokens=2 * length, pairs=2 * length * length)
     convolutions = 2.0 * model.layers * 2 * model.canon * model.width * 2 * length
     assert counter.get_total_flops() == ours - convolutions
+    # A row of logits that is not made costs the head's product less.
+    last = forward_flops(model, vocabulary, tokens=2 * length, pairs=2 * length * length, read=2)
+    assert ours - last == 2 * (2 * length - 2) * model.width * vocabulary
+
+
+def test_sampling_flops_equal_torch_counter() -> None:
+    """Where nothing is padded and no sample ends early, all that is run is useful and is counted."""
+    torch.manual_seed(0)
+    prompts, samples, new, length = 3, 4, 6, 14
+    model = Transformer(MODEL, 19)
+    ids = torch.randint(3, 19, (prompts, length)).tolist()
+    noise = Noise(seed=0, purpose="flops")
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        drawn = sample(model, ids, range(prompts), samples=samples, max_new_tokens=new, end=-1, pad=0, noise=noise)
+    rollouts = rl.Rollouts(ids, drawn, [], np.zeros((prompts, samples)))
+    ours = rl._flops(model, rollouts, [], 1, False)
+    # torch counts the full square of the prompts, and no convolutions over a whole sequence.
+    square = prompts * (length * length - causal_pairs(0, length)) * 4 * MODEL.layers * MODEL.width
+    convolutions = 4 * MODEL.layers * MODEL.canon * MODEL.width * prompts * length
+    assert counter.get_total_flops() == ours + square - convolutions
 
 
 def test_cost_counts_real_tokens_and_visible_pairs() -> None:
