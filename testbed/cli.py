@@ -324,11 +324,12 @@ def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = Fal
     from paper_figures.report import warnings, write_report
     from paper_figures.save import save_figures
     from testbed import show
-    from testbed.provenance import environment_summary, spec_summary
+    from testbed.provenance import environment_summary, keep_tables, mixed_conditions, spec_summary
     from testbed.tables import guess_floors
     from testbed.tables import load as load_tables
 
     tables = load_tables(spec, store)
+    claims = show.judged(tables)
     attribution, why_not = show.attribution(tables)
     drawn = FigureTables(
         outcomes=tables.outcomes,
@@ -341,7 +342,7 @@ def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = Fal
     )
     if not brief:
         show.console().print(*show.experiment(tables))
-        for warning in warnings(drawn):
+        for warning in filter(None, [*warnings(drawn), mixed_conditions(tables)]):
             typer.echo(f"Note. {warning}")
         if why_not and spec.attribution is not None:
             typer.echo(f"Note. There is no attribution: {why_not}.")
@@ -354,15 +355,17 @@ def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = Fal
             stages=drawn.stages,
             curves=drawn.curves,
             roles=drawn.roles,
-            claims=show.judged(tables),
+            claims=claims,
             attribution=drawn.attribution,
             environment=environment_summary(tables, store),
             floors=drawn.floors,
             k=drawn.k,
         )
         figures = [path.name for path in save_figures(out / "figures", drawn)]
+        keep_tables(out / "tables", tables, claims)
     place = store.root / "reports" / _report_name(spec, changes)
     typer.echo(f"Report   {place / 'report.html'}")
+    typer.echo(f"Tables   {place / 'tables'}")
     for name in figures:
         if name.endswith(".png"):
             typer.echo(f"Figure   {place / 'figures' / name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import pandas as pd
 import pytest
 
 import analysis
+from analysis import judge
 from sweeps.local import run_graph
 from testbed import notebook, show
 from testbed.errors import StoreError
 from testbed.graph import build
-from testbed.provenance import environment_summary, spec_summary
+from testbed.provenance import environment_summary, keep_tables, mixed_conditions, spec_summary
 from testbed.schema import Spec
-from testbed.spec import load
+from testbed.spec import load, parse
 from testbed.store import Store
 from testbed.tables import Tables
 from testbed.tables import load as load_tables
@@ -114,8 +116,25 @@ def test_records_are_strict_json() -> None:
 def test_provenance(tables: Tables, store: Store, spec: Spec) -> None:
     assert environment_summary(tables, store)["store"] == str(store.root)
     assert "python" in environment_summary(tables, store)
+    assert mixed_conditions(tables) == ""
+    one = tables.environment[0]
+    mixed = dataclasses.replace(tables, environment=[{**one, "threads": 1}, {**one, "threads": 2}])
+    assert "(threads 1 and 2)" in mixed_conditions(mixed)
     summary = spec_summary(spec)
     assert summary["stage rl"]["kind"] == "rl" and summary["stage rl"]["steps"] == 1 and summary["model"]["width"] == 64
+
+
+def test_a_kept_study_says_the_same_as_its_store(tables: Tables, spec: Spec, tmp_path: Path) -> None:
+    claims = show.judged(tables)
+    keep_tables(tmp_path / "kept", tables, claims)
+    assert parse(json.loads((tmp_path / "kept" / "spec.json").read_text())) == spec
+    outcomes = pd.read_parquet(tmp_path / "kept" / "outcomes.parquet")
+    pd.testing.assert_frame_equal(outcomes, tables.outcomes)
+    again = judge(spec.claims[0], outcomes, pd.read_csv(tmp_path / "kept" / "stages.csv"), spec.parent_arms())
+    kept = pd.read_csv(tmp_path / "kept" / "claims.csv").iloc[0]
+    assert (kept["verdict"], kept["estimate"]) == (again.verdict, pytest.approx(again.estimate))
+    results = pd.read_csv(tmp_path / "kept" / "results.csv")
+    assert len(results) == len(spec.arms) * len(spec.seeds) * 3
 
 
 def test_notebook_results_and_stage_names(store: Store, spec: Spec) -> None:
