@@ -41,8 +41,7 @@ def figure(rows: pd.DataFrame) -> Figure:
         for axes, (metric, k) in zip(grid, panels.itertuples(index=False), strict=True):
             panel = rows[(rows["metric"] == metric) & (rows["k"] == k)]
             _bands(axes, panel)
-            for arm, look in style.looks(arms).items():
-                style.interval_line(axes, panel[panel["arm"] == arm], x="place", label=arm, look=look)
+            style.interval_lines(axes, panel, names=arms, x="place")
             floor = panel.drop_duplicates("place").sort_values("place")
             if floor["guess_floor"].notna().any():
                 axes.plot(floor["place"], floor["guess_floor"], color=style.GREY, linestyle=":", label="best guess")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -23,6 +24,7 @@ def table(tables: Tables) -> pd.DataFrame:
 def figure(rows: pd.DataFrame) -> Figure:
     bands = rows.drop_duplicates("band")
     arms, ks = style.order(rows, "arm"), sorted(rows["k"].unique())
+    rows = rows.assign(doublings=np.log2(rows["k"]))
     columns = min(4, len(bands))
     lines = -(-len(bands) // columns)
     with style.context():
@@ -30,12 +32,8 @@ def figure(rows: pd.DataFrame) -> Figure:
         grid = chart.subplots(lines, columns, squeeze=False, sharey=True)
         panels = bands[["band", "operations"]].itertuples(index=False)
         for axes, (band, operations) in zip(grid.flat, panels, strict=False):
-            for arm, look in style.looks(arms).items():
-                cell = rows[(rows["arm"] == arm) & (rows["band"] == band)]
-                style.interval_line(axes, cell, x="k", label=arm, look=look)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ks, [str(k) for k in ks])
-            axes.minorticks_off()
+            style.interval_lines(axes, rows[rows["band"] == band], names=arms, x="doublings")
+            axes.set_xticks(np.log2(ks), [str(k) for k in ks])
             axes.set_xlabel("samples k")
             axes.set_title(f"{band} ({_count(operations)})")
             style.rate_axis(axes, "strict pass@k" if axes in grid[:, 0] else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,8 +18,8 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7
 # Lines differ in their marker too, for print without colour.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GREY = "#6b6b6b"
-# Opacity of an interval around a line.
-BAND_ALPHA = 0.15
+# Share of the way to the next place over which the lines of one place are spread, so that their intervals stay apart.
+SPREAD = 0.36
 
 RC: Any = {
     "font.size": 9.0,
@@ -71,11 +71,15 @@ def looks(names: Sequence[str]) -> dict[str, dict[str, str]]:
     }
 
 
-def interval_line(axes: Axes, rows: pd.DataFrame, *, x: str, label: str, look: Mapping[str, str]) -> None:
-    """A line of `estimate` against x with its interval shaded."""
+def interval_lines(axes: Axes, rows: pd.DataFrame, *, names: Sequence[str], x: str) -> None:
+    """For every arm a line of `estimate` against x (places one apart) with its intervals, side by side."""
     rows = rows.sort_values(x)
-    axes.plot(rows[x], rows["estimate"], label=label, color=look["color"], marker=look["marker"], zorder=3)
-    axes.fill_between(rows[x], rows["low"], rows["high"], color=look["color"], alpha=BAND_ALPHA, linewidth=0)
+    shifts = np.linspace(-SPREAD / 2, SPREAD / 2, len(names)) if len(names) > 1 else np.zeros(1)
+    for shift, (name, look) in zip(shifts, looks(names).items(), strict=True):
+        own = rows[rows["arm"] == name]
+        places = own[x] + shift
+        axes.plot(places, own["estimate"], label=name, color=look["color"], marker=look["marker"], zorder=3)
+        axes.vlines(places, own["low"], own["high"], color=look["color"], linewidth=1.0, alpha=0.7, zorder=2)
 
 
 def rate_axis(axes: Axes, label: str) -> None:

@@ -58,9 +58,7 @@ def mixed_conditions(tables: Tables) -> str:
     mixed = [f"{name} {' and '.join(values)}" for name, values in _conditions(tables).items() if len(values) > 1]
     if not mixed:
         return ""
-    return (
-        f"Parts were made under different conditions ({', '.join(mixed)}): last bits may differ for it."
-    )
+    return f"Parts were made under different conditions ({', '.join(mixed)}): last bits may differ for it."
 
 
 def _conditions(tables: Tables) -> dict[str, list[str]]:
