@@ -67,7 +67,9 @@ def sample(
         raise ValueError(f"{len(prompts)} prompts but {len(problems)} problem ids")
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError("sampling needs at least one prompt, and no prompt may be empty")
-    if temperature <= 0:
+    if samples < 1 or max_new_tokens < 1:
+        raise ValueError(f"samples and max_new_tokens must be at least 1, not {samples} and {max_new_tokens}")
+    if not temperature > 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > model.config.max_length:

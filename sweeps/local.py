@@ -79,10 +79,9 @@ def run_graph(
     store.prepare()
     start = time.monotonic()
     state = _State(graph, store)
-    for node in graph.nodes.values():
-        if store.get(shelf(node.kind), node.key, read=False) is not None:
-            state.outcome.reused.append(node.key)
-            on_event(Event("reused", node))
+    for key in _usable(graph, store):
+        state.outcome.reused.append(key)
+        on_event(Event("reused", graph.nodes[key]))
     todo = len(graph.nodes) - len(state.outcome.reused)
     workers = workers or cores()
     threads = threads or max(1, cores() // workers)
@@ -92,6 +91,18 @@ def run_graph(
         (_run_here if workers == 1 else _run_pool)(state, job, workers, on_event)
     state.outcome.wall_s = time.monotonic() - start
     return state.outcome
+
+
+def _usable(graph: Graph, store: Store) -> list[str]:
+    """Keys of what the store has; what will be read is checked to the byte, so that the same run mends damage."""
+    there = {key for key, node in graph.nodes.items() if store.get(shelf(node.kind), key, read=False) is not None}
+    missing = [key for key in graph.nodes if key not in there]
+    while missing:
+        for key in graph.nodes[missing.pop()].parents.values():
+            if key in there and store.get(shelf(graph.nodes[key].kind), key) is None:
+                there.remove(key)
+                missing.append(key)
+    return [key for key in graph.nodes if key in there]
 
 
 @dataclass(frozen=True)

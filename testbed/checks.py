@@ -15,7 +15,7 @@ from testbed.schema import Spec
 def check(spec: Spec) -> list[str]:
     """Every mistake, one sentence each, starting with the path of the field."""
     found = list(_check(spec)) or [*_check_parents(spec), *_check_task(spec)]
-    return [f"{sentence.rstrip('.')}." for sentence in found]
+    return list(dict.fromkeys(f"{sentence.rstrip('.')}." for sentence in found))
 
 
 def _check(spec: Spec) -> Iterator[str]:

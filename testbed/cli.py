@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -52,7 +53,7 @@ SetOption = Annotated[
     list[str], typer.Option("--set", metavar="PATH=VALUE", help="Change a field, such as stages.mid.tokens=20000.")
 ]
 StoreOption = Annotated[
-    Path | None, typer.Option("--store", help="Folder of results [default: $TESTBED_STORE, or ./runs].")
+    Path | None, typer.Option("--store", help="Folder of results (default: $TESTBED_STORE, or ./runs).")
 ]
 
 
@@ -87,7 +88,7 @@ def run(
     spec: SpecArgument,
     changes: SetOption = [],  # noqa: B006 (typer copies it)
     store: StoreOption = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes [default: one a core].")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the spec, show what would run, write nothing.")
     ] = False,
@@ -185,6 +186,7 @@ def report(spec: SpecArgument, changes: SetOption = [], store: StoreOption = Non
 def doctor(store: StoreOption = None) -> None:
     """What this machine has, and what that means."""
     from rich.table import Table
+    from rich.text import Text
 
     from testbed.doctor import examine
     from testbed.show import console
@@ -192,10 +194,10 @@ def doctor(store: StoreOption = None) -> None:
     table = Table("", "found", "which means", show_lines=False)
     findings = list(examine(store or default_root()))
     for finding in findings:
-        table.add_row(finding.what, finding.found, finding.means if finding.ok else f"[red]{finding.means}[/red]")
+        table.add_row(finding.what, finding.found, Text(finding.means, style="" if finding.ok else "red"))
     console().print(table)
     if not all(finding.ok for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(2)
 
 
 @tasks.command("list")
@@ -222,7 +224,7 @@ def show_task(task: TaskArgument, setting: SettingOption = []) -> None:  # noqa:
 @tasks.command("sample")
 def sample(
     task: TaskArgument,
-    operations: Annotated[int | None, typer.Option(help="Difficulty [default: the task's grid].")] = None,
+    operations: Annotated[int | None, typer.Option(help="Difficulty (default: the task's grid).")] = None,
     seed: int = 0,
     index: Annotated[int, typer.Option(min=0, help="The first problem's place in the stream.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
@@ -313,7 +315,8 @@ def _write(output: Path, write: Callable[[Path], Any]) -> None:
         write(partial)
         partial.replace(output)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise UserError(f"{output} cannot be written: {error.strerror}.") from error
     typer.echo(f"Wrote {output}", err=True)
 
@@ -372,7 +375,9 @@ def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = Fal
 
 
 def _report_name(spec: Spec, changes: list[str]) -> str:
-    """The name of the spec; changes of it do not replace its own report."""
+    """The name of the spec; with changes, or where a file took over the name of a built-in spec, a name of its own."""
     from testbed.graph import digest
+    from testbed.spec import load, names
 
-    return spec.name if not changes else f"{spec.name}-{digest({'changes': sorted(changes)})[:8]}"
+    taken = spec.name in names() and spec != load(spec.name)
+    return f"{spec.name}-{digest(spec.model_dump(mode='json'))[:8]}" if changes or taken else spec.name

@@ -36,11 +36,22 @@ def verify_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
             task = tasks.setdefault(name, get_task(entry["task"], **settings))
             where = {name: cell[name] for name in ("operations", "split") if name in cell}
             problem = task.sample(seed=entry["seed"], index=entry["index"], **where)
+            _same(entry, problem)
         except ValueError as error:
             raise UserError(f"line {number}: {error}") from error
         verdict = task.verify(problem, entry["completion"])
         judged.append(entry | {"answer": problem.answer, "verdict": verdict_record(verdict)})
     return judged
+
+
+def _same(entry: dict[str, Any], problem: Problem) -> None:
+    """Whether a line that also tells its problem tells the one that is judged."""
+    for name in ("prompt", "split", "structure_key", "instance_key"):
+        if name in entry and entry[name] != getattr(problem, name):
+            raise ValueError(
+                f"`{name}` is {json.dumps(entry[name])[:60]}, but the problem of this task, cell, seed and index has "
+                f"{json.dumps(getattr(problem, name))[:60]}; `cell` holds operations, split and settings"
+            )
 
 
 def verdict_record(verdict: Verdict) -> dict[str, Any]:
@@ -102,6 +113,8 @@ def _read(line: str) -> dict[str, Any]:
         raise ValueError(f"this is not JSON: {error}") from error
     except RecursionError:
         raise ValueError("this JSON is nested too deeply") from None
+    except ValueError:
+        raise ValueError("this JSON holds a number of too many digits") from None
     if not isinstance(entry, dict):
         raise ValueError(f"expected an object with {', '.join(LINE)}, not {line.strip()[:40]!r}")
     for name, kind in LINE.items():

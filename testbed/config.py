@@ -41,7 +41,7 @@ class Optimizer(Config):
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0 and self.muon_lr > 0, "optimizer.lr and muon_lr must be positive")
+        _require(0 < self.lr <= 10 and 0 < self.muon_lr <= 10, "optimizer.lr and muon_lr must lie in (0, 10]")
         _require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "optimizer.beta1 and beta2 must lie in [0, 1)")
         _require(self.clip >= 0 and self.weight_decay >= 0, "optimizer.clip and weight_decay must not be negative")
 
@@ -62,6 +62,10 @@ class Schedule(Config):
         _require(0 <= self.warmup <= 1 and 0 <= self.decay <= 1, "schedule.warmup and decay are shares in [0, 1]")
         _require(self.warmup + self.decay <= 1 or self.shape != "wsd", "schedule.warmup + decay must not exceed 1")
         _require(0 <= self.final <= 1, "schedule.final must lie in [0, 1]")
+
+
+# Tokens of a step, rows times row_length: far beyond what any machine here trains, short of filling its memory.
+MOST_TOKENS = 2**24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,7 @@ class Train(Config):
         _require((self.tokens is None) != (not self.match), "give exactly one of `tokens` and `match`")
         _require(self.tokens is None or self.tokens > 0, f"tokens must be positive, not {self.tokens}")
         _require(self.rows >= 1 and self.row_length >= 8, "rows must be at least 1 and row_length at least 8")
+        _require(self.rows * self.row_length <= MOST_TOKENS, f"a step holds at most {MOST_TOKENS} tokens")
         _require(1 <= self.accumulate <= self.rows, "accumulate must lie between 1 and rows")
         _require(self.parent is not None or self.kind == "pretrain", f"a {self.kind} stage needs a parent")
         _require(0 <= self.prompt_weight <= 1, "prompt_weight must lie in [0, 1]")

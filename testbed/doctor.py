@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -96,7 +97,11 @@ def _store(root: Path) -> Finding:
     root = root.expanduser().absolute()
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = f"{shutil.disk_usage(existing).free / 2**30:.1f} GiB free"
-    if not os.access(existing, os.W_OK) or not existing.is_dir():
+    try:
+        # Permissions alone do not tell: a file system may be read-only.
+        with tempfile.TemporaryDirectory(dir=existing):
+            pass
+    except OSError:
         return Finding("store", f"{root}, {free}", "cannot be written; use --store DIR or TESTBED_STORE", ok=False)
     if not root.exists():
         return Finding("store", f"{root}, {free}", "will be made by the first run")

@@ -26,6 +26,11 @@ class Seeds(Config):
     # Problems, the same in all repetitions; set by the spec's `problem_seed`.
     problems: int = 0
 
+    def __post_init__(self) -> None:
+        for name, seed in vars(self).items():
+            if not 0 <= seed < 2**63:
+                raise ValueError(f"{name}: a seed lies in [0, 2^63), not {seed}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus(Config):

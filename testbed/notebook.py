@@ -47,6 +47,8 @@ def generate(
     from models.noise import Noise
     from models.sampler import sample
 
+    if isinstance(prompts, str):
+        raise TypeError("prompts is a list of texts, not one text")
     drawn = sample(
         model,
         [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in prompts],

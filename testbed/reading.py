@@ -15,6 +15,10 @@ from pydantic import BaseModel
 
 from testbed.errors import SpecError, nearest
 
+# No spec comes near these.
+MOST_LEVELS = 50
+MOST_VALUES = 100_000
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as people write it: `1e-3` is a number, and a key given twice is a mistake."""
@@ -32,11 +36,31 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """Raises SpecError for text that is not YAML."""
+    """Raises SpecError for text that is not YAML, or that no experiment needs: too deep or too large."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise SpecError(f"{where}: this is not YAML: {' '.join(str(error).split())}.") from error
+    except RecursionError as error:
+        raise SpecError(f"{where}: this is nested far too deeply.") from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise SpecError(f"{where}: this holds a value that cannot be read: {error}.") from error
+    _measure(value, where)
+    return value
+
+
+def _measure(value: Any, where: str) -> None:
+    """Aliases make a few lines of YAML endless or enormous."""
+    seen, stack = 0, [(value, 0)]
+    while stack:
+        here, depth = stack.pop()
+        seen += 1
+        if depth > MOST_LEVELS:
+            raise SpecError(f"{where}: this refers to itself (an alias inside its own anchor) or is nested too deeply.")
+        if seen > MOST_VALUES:
+            raise SpecError(f"{where}: this holds more than {MOST_VALUES} values, aliases written out.")
+        inner = here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
+        stack += [(item, depth + 1) for item in inner]
 
 
 def override(raw: dict[str, Any], change: str) -> None:
@@ -47,6 +71,8 @@ def override(raw: dict[str, Any], change: str) -> None:
     value = read_yaml(text, f"--set {change}")
     here: Any = raw
     *parents, last = path.split(".")
+    if "" in (*parents, last):
+        raise SpecError(f"--set {change}: a part of the path is empty.")
     for part in parents:
         here = here[_key(here, part, change)] if _has(here, part) else _grow(here, part, change)
     here[_key(here, last, change)] = value
@@ -57,6 +83,12 @@ def _has(here: Any, part: str) -> bool:
 
 
 def _grow(here: Any, part: str, change: str) -> dict[str, Any]:
+    if isinstance(here, dict) and here and all(isinstance(value, dict) for value in here.values()):
+        known = ", ".join(map(str, here))
+        raise SpecError(
+            f"--set {change}: there is no `{part}`{nearest(part, map(str, here))}; there are {known}. "
+            "A new one is given whole."
+        )
     child: dict[str, Any] = {}
     here[_key(here, part, change)] = child
     return child
@@ -108,7 +140,9 @@ def explain(schema: type[BaseModel], raw: Mapping[str, Any], error: Any) -> str:
         message, part = str(error["ctx"]["error"]), path.rpartition(".")[2]
         # Many messages start with the part they are about, which ends the path too.
         return f"{path}{message.removeprefix(part)}." if message.startswith(f"{part}.") else f"{path}: {message}."
-    expected = error["msg"].replace("Input should be", "expected").replace("an object", "a mapping of fields")
+    expected = error["msg"]
+    for theirs, ours in _PHRASES.items():
+        expected = expected.replace(theirs, ours)
     return f"{path}: {expected}, not {_show(given)}."
 
 
@@ -165,4 +199,5 @@ def _show(value: Any) -> str:
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({_WORDS.get(type(value), type(value).__name__)})"
 
 
+_PHRASES = {"Input should be": "expected", "an object": "a mapping of fields", "a valid array": "a list"}
 _WORDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}

@@ -7,9 +7,10 @@ checked here stands within one part; `testbed.checks` looks at how the parts ref
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from analysis.claims import Claim
 from models.config import ModelConfig
@@ -90,8 +91,8 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    # Names the report. Results do not depend on it: every spec that asks for the same shares them.
-    name: str
+    # Names the report's folder. Results do not depend on it: every spec that asks for the same shares them.
+    name: str = Field(max_length=64)
     title: str = ""
     task: TaskSpec
     model: ModelConfig = ModelConfig()
@@ -111,6 +112,13 @@ class Spec(BaseModel):
     attribution: Attribution | None = None
     # Expectations, written before the run.
     claims: tuple[Claim, ...] = ()
+
+    @field_validator("name")
+    @classmethod
+    def _plain(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError("a name is made of letters, digits, `.`, `_` and `-`, the first a letter or digit")
+        return name
 
     def seed_sets(self) -> dict[int, Seeds]:
         """The seeds of each repetition by its label: the topmost seed that varies (init, then order, then rollout).

@@ -23,8 +23,9 @@ from testbed.tracking import duration, quantity
 
 def console() -> Console:
     """Standard output; as wide as it takes where it is not a terminal."""
-    out = Console(highlight=False)
-    return out if out.is_terminal else Console(highlight=False, width=160)
+    # Names of arms and bands are text, whatever brackets they hold.
+    out = Console(highlight=False, markup=False)
+    return out if out.is_terminal else Console(highlight=False, markup=False, width=160)
 
 
 def experiment(tables: Tables) -> list[Table]:
@@ -161,7 +162,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _span(row: Any, *, signed: bool = False) -> str:
-    form = "+.2f" if signed else ".2f"
+    # z: what rounds to zero has no minus sign.
+    form = "+z.2f" if signed else "z.2f"
     return f"{row.estimate:{form}} [{row.low:{form}}, {row.high:{form}}]"
 
 

@@ -180,7 +180,12 @@ class Store:
 
     @contextlib.contextmanager
     def folder(self, shelf: str, name: str) -> Iterator[Path]:
-        """Fill a folder that may be made anew, such as a report; when the block ends well it replaces the old one."""
+        """Fill a folder that may be made anew, such as a report; when the block ends well it replaces the old one.
+
+        Raises ValueError for a name that is not one of a folder right below the shelf: what is there is deleted.
+        """
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{name!r} cannot name a folder of the store")
         out, final = self.root / "tmp" / f"{shelf}-{name}-{secrets.token_hex(4)}", self.root / shelf / name
         try:
             out.mkdir(parents=True)

@@ -19,7 +19,7 @@ from sweeps.local import run_graph
 from testbed import execute
 from testbed.cli import app
 from testbed.graph import build
-from testbed.spec import load
+from testbed.spec import BUILT_IN, load
 from testbed.store import Store
 
 ROOT = Path(__file__).parent.parent
@@ -121,9 +121,24 @@ def test_results_in_every_format() -> None:
     assert saved.exit_code == 0 and saved.stdout == "" and len(pd.read_parquet("r.parquet")) == len(rows)
     assert "--output" in refused(*stored, "--format", "parquet")
     assert "cannot be written" in refused(*stored, "--output", "none/r.txt")
+    assert "cannot be written" in refused(*stored, "--output", "r.parquet/r.txt")
     claims = json.loads(call(*stored, "--format", "json", "--claims").stdout)
     assert claims[0]["claim"] == "rl gains at the edge" and {"low", "high", "verdict"} < set(claims[0])
     assert "rl gains at the edge" in call(*stored, "--claims").stdout
+    # Brackets of a name are no markup.
+    odd = ["--set", "arms={'[/red]': anneal}", "--set", "attribution=null", "--set", "claims=[]"]
+    assert "[/red]" in call(*stored, *odd).stdout
+
+
+def test_a_spec_does_not_replace_the_report_of_another_name() -> None:
+    assert run_graph(build(load("smoke")), Store("store"), workers=1, runners=fake_runners.RUNNERS).ok
+    text = (BUILT_IN / "smoke.yaml").read_text()
+    Path("copy.yaml").write_text(text.replace("title: Every", "title: Any"))
+    Path("own.yaml").write_text(text.replace("name: smoke", "name: own"))
+    specs = [("smoke",), ("copy.yaml",), ("own.yaml",), ("smoke", "--set", "title=Other")]
+    made = [call("report", *spec, "--store", "store").stdout.split()[1] for spec in specs]
+    assert [Path(path).parent.name.rsplit("-")[0] for path in made] == ["smoke", "smoke", "own", "smoke"]
+    assert len(set(made)) == 4 and all(Path(path).exists() for path in made)
 
 
 def test_a_failed_node_is_told_and_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +195,9 @@ GOOD = {"task": "arithmetic", "cell": {"operations": 2}, "seed": 0, "index": 0, 
         (json.dumps(GOOD | {"index": -1}), "line 2:"),
         (json.dumps(GOOD | {"task": "chess"}), "no task 'chess'"),
         ("[" * 100_000, "nested too deeply"),
+        (json.dumps(GOOD)[:-1] + ', "more": ' + "1" * 5000 + "}", "too many digits"),
+        (json.dumps(GOOD | {"prompt": "? a :"}), '`prompt` is "? a :", but the problem'),
+        (json.dumps(GOOD | {"split": "test"}), '`split` is "test", but the problem'),
     ],
 )
 def test_a_bad_line_is_named(line: str, words: str) -> None:
@@ -194,7 +212,8 @@ def test_doctor_says_what_the_machine_is_good_for() -> None:
         assert words in result.stdout
     assert list(Path.cwd().iterdir()) == []
     Path("file").write_text("")
-    assert call("doctor", "--store", "file").exit_code == 1
+    assert call("doctor", "--store", "file").exit_code == 2
+    assert "cannot be written" in call("doctor", "--store", "/proc/x").stdout
 
 
 def test_version() -> None:

@@ -14,7 +14,7 @@ import analysis
 from models.config import ModelConfig
 from models.transformer import Transformer
 from synthetic_tasks import Problem, Tokenizer, get_task
-from testbed import evaluation, runtime
+from testbed import evaluation, notebook, runtime
 from testbed.config import Evaluation
 from testbed.nodes import Context, Node, Seeds
 from testbed.probing import documents, teacher_forced, unlearnt_lookups
@@ -119,6 +119,15 @@ def test_evaluation_problems_are_distinct_and_stable() -> None:
     assert evaluation.distinct_problems(TASK, 20, seed=0, operations=3, split="test") == many[:20]
     drawn = TASK.sample_batch(seed=0, start=0, count=2000, operations=1, split="test")
     assert {problem.instance_key for problem in drawn} == {problem.instance_key for problem in few}
+
+
+@pytest.mark.parametrize("change", [{"samples": 0}, {"max_new_tokens": 0}, {"temperature": float("nan")}])
+def test_what_cannot_be_sampled_is_refused(change: dict[str, Any]) -> None:
+    model = Transformer(ModelConfig(layers=1, width=16, heads=2), len(TOKENIZER))
+    with pytest.raises(ValueError, match=r"must be (at least 1|positive)"):
+        notebook.generate(model, TOKENIZER, [problems()[0].prompt], **{"max_new_tokens": 4, **change})
+    with pytest.raises(TypeError, match="a list of texts"):
+        notebook.generate(model, TOKENIZER, "? a :")
 
 
 def test_an_evaluation_fits_its_schema_and_repeats(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,20 @@ def test_what_is_left_to_do_does_not_change_the_threads(store: Store, monkeypatc
     for workers in (None, 2, 1):
         run_graph(one, store, workers=workers, runners=FAKES)
     assert seen == [1, 2, 4] * 2
+
+
+def test_damage_of_equal_size_is_mended_in_the_same_run(store: Store) -> None:
+    """It is seen when the file is read: here by an evaluation that has to be made again."""
+    graph = smoke()
+    run(graph, store, 1)
+    key = graph.stages["anneal", 0]
+    path = store.path("stages", key) / "depth"
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    evaluation = graph.evaluations["anneal", 0]
+    shutil.rmtree(store.path("evaluations", evaluation))
+    # A store remembers what it has checked; the next run is another process.
+    outcome, _ = run(graph, Store(store.root, announce=lambda text: None), 1)
+    assert outcome.ok and set(outcome.made) == {key, evaluation}
 
 
 def test_damage_is_mended(store: Store) -> None:

@@ -96,6 +96,13 @@ def test_built_in_specs_are_sound(name: str) -> None:
             "stages.mid.parent_optimizer",
             "keeps no optimizer state",
         ),
+        ("name=../stages", "name", "a name is made of letters, digits"),
+        ("name=''", "name", "a name is made of letters, digits"),
+        ("name=" + 65 * "a", "name", "at most 64"),
+        ("seeds=[9223372036854775808]", "seeds", "a seed lies in [0, 2^63)"),
+        ("seeds=[-1]", "seeds", "a seed lies in [0, 2^63)"),
+        ("stages.mid.rows=1000000000", "stages.mid", "a step holds at most 16777216 tokens"),
+        ("stages.rl.optimizer.lr=1e300", "stages.rl.optimizer", "must lie in (0, 10]"),
         ("bands.edge=[]", "bands.edge", "the band is empty"),
         ("bands.edge=[1]", "bands.edge", "already belong to the band `in_range`"),
         ("bands.edge=[0]", "bands.edge", "at least 1"),
@@ -165,10 +172,22 @@ def _unreadable(tmp_path: Path) -> Path:
         ("claims.7.band=edge", "not an index of a list of 1"),
         ("name.first=a", "has no fields"),
         ("seeds=[", "not YAML"),
+        ("stages.mdi.tokens=1", "there is no `mdi` (did you mean `mid`?)"),
+        ("stages..tokens=1", "a part of the path is empty"),
+        ("seeds=" + "[" * 300 + "]" * 300, "nested too deeply"),
+        ("seeds=" + "[" * 5000 + "]" * 5000, "nested far too deeply"),
+        ("seeds=[" + "1" * 5000 + "]", "a value that cannot be read"),
     ],
 )
 def test_changes_that_cannot_be_made(change: str, words: str) -> None:
     assert words in message(change)
+
+
+def test_a_few_lines_of_aliases_are_not_written_out(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (tmp_path / "laughs.yaml").write_text("\n".join(lines))
+    assert "more than 100000 values" in message(name=str(tmp_path / "laughs.yaml"))
 
 
 def test_changes_reach_every_depth() -> None:

@@ -176,6 +176,15 @@ def test_a_store_that_cannot_be_written_is_one_paragraph(tmp_path: Path, below: 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../stages", "a/b", "/tmp"])
+def test_a_folder_made_anew_lies_on_its_shelf(store: Store, name: str) -> None:
+    """What is there before is deleted: a name must not lead elsewhere."""
+    kept = publish(store)
+    with pytest.raises(ValueError, match="cannot name a folder"), store.folder("reports", name):
+        pass
+    assert kept.exists() and store.root.exists()
+
+
 def test_one_holds_a_lease_and_the_other_waits(store: Store) -> None:
     order: list[str] = []
     waiting: list[str] = []
