@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from sweeps.local import run_graph
 from testbed import execute
-from testbed.cli import app
+from testbed.cli import _report_name, app
 from testbed.graph import build
 from testbed.spec import BUILT_IN, load
 from testbed.store import Store
@@ -130,15 +130,18 @@ def test_results_in_every_format() -> None:
     assert "[/red]" in call(*stored, *odd).stdout
 
 
-def test_a_spec_does_not_replace_the_report_of_another_name() -> None:
-    assert run_graph(build(load("smoke")), Store("store"), workers=1, runners=fake_runners.RUNNERS).ok
+def test_a_spec_does_not_replace_the_report_of_another() -> None:
     text = (BUILT_IN / "smoke.yaml").read_text()
-    Path("copy.yaml").write_text(text.replace("title: Every", "title: Any"))
+    Path("same.yaml").write_text(text)
+    Path("changed.yaml").write_text(text.replace("title: Every", "title: Any"))
     Path("own.yaml").write_text(text.replace("name: smoke", "name: own"))
-    specs = [("smoke",), ("copy.yaml",), ("own.yaml",), ("smoke", "--set", "title=Other")]
-    made = [call("report", *spec, "--store", "store").stdout.split()[1] for spec in specs]
-    assert [Path(path).parent.name.rsplit("-")[0] for path in made] == ["smoke", "smoke", "own", "smoke"]
-    assert len(set(made)) == 4 and all(Path(path).exists() for path in made)
+    assert _report_name(load("same.yaml"), []) == _report_name(load("smoke"), []) == "smoke"
+    assert _report_name(load("own.yaml"), []) == "own"
+    other, changed = (
+        _report_name(load("smoke", ["title=Other"]), ["title=Other"]),
+        _report_name(load("changed.yaml"), []),
+    )
+    assert len({other, changed, "smoke"}) == 3 and all(name.startswith("smoke-") for name in (other, changed))
 
 
 def test_a_failed_node_is_told_and_ends_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:

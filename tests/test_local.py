@@ -165,7 +165,9 @@ def _wait(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 SLOW = """
-import sys; sys.path.insert(0, {tests!r})
+import signal, sys; sys.path.insert(0, {tests!r})
+# A shell makes what it starts in the background deaf to it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from sweeps.local import run_graph
 from testbed.graph import build
 from testbed.spec import load
