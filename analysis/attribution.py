@@ -133,9 +133,13 @@ def attribute(
     rows = []
     for band, operations in bands(outcomes).items():
         values = {arm: matrix(outcomes, arm=arm, metric=metric, k=k, band=band) for arm in names}
+        runs = {
+            name: {arm: independent(values[arm], outcomes, list(weights)).to_numpy() for arm in weights}
+            for name, weights in effects.items()
+        }
         for scale in ("probability", "logit"):
             for (kind, effect), weights in effects.items():
-                cells = {arm: independent(values[arm], outcomes, list(weights)).to_numpy() for arm in weights}
+                cells = runs[kind, effect]
                 interval = (
                     _linear(cells, weights, level) if scale == "probability" else _logit(cells, weights, level, clip)
                 )

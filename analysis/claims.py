@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import pandas as pd
 
-from analysis.compute import lineage
+from analysis.compute import arm_stages, lineage
 from analysis.intervals import DIFFERENCE, SECOND_DIFFERENCE, Interval, over_seeds, over_seeds_and_problems
 from analysis.tables import Metric, check_outcomes, independent, matrix
 
@@ -170,7 +170,7 @@ def _signal(
     outcomes: pd.DataFrame, stages: pd.DataFrame, arm: str, parents: Mapping[str, str | None]
 ) -> _Signal | None:
     """None for an arm without RL of its own."""
-    ends = outcomes.drop_duplicates("arm").set_index("arm")["stage"]
+    ends = arm_stages(outcomes)
     before = lineage(stages, ends[str(parents[arm])])
     own = [stage for stage in lineage(stages, ends[arm]) if stage not in before]
     rows = stages[stages["stage"].isin(own) & (stages["kind"] == "rl")]

@@ -65,6 +65,10 @@ class Tokenizer:
                 "tokens are separated by exactly one space"
             ) from None
 
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """Ids of a prompt as a model reads it, the begin token first. Raises ValueError as `encode` does."""
+        return [self.bos, *self.encode(prompt)]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a list of ids. Raises ValueError at the first id outside the vocabulary."""
         ids = list(ids)

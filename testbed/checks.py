@@ -14,7 +14,7 @@ from testbed.schema import Spec
 
 def check(spec: Spec) -> list[str]:
     """Every mistake, one sentence each, starting with the path of the field."""
-    found = list(_check(spec)) or [*_check_parents(spec), *_check_task(spec)]
+    found = list(_check(spec)) or [*_check_parents(spec), *_check_rows(spec), *_check_task(spec)]
     return list(dict.fromkeys(f"{sentence.rstrip('.')}." for sentence in found))
 
 
@@ -43,7 +43,6 @@ def _check(spec: Spec) -> Iterator[str]:
                 yield from _refer(f"{here}.match", other, spec.stages, "stage")
     yield from _check_cycles(spec)
     yield from _check_carried(spec)
-    yield from _check_rows(spec)
     if not spec.arms:
         yield "arms: give at least one, such as {pretrained: pretrain}."
     for arm, stage_name in spec.arms.items():
@@ -116,26 +115,19 @@ def _check_carried(spec: Spec) -> Iterator[str]:
 
 
 def _check_rows(spec: Spec) -> Iterator[str]:
-    """A corpus that is read on by a later stage is packed into rows of the same length."""
+    """A corpus that is read on by a later stage is packed into rows of the same length; asked when all names are
+    right."""
     for name, stage in spec.stages.items():
-        if not isinstance(stage, Train) or _cycle({n: [s.parent] if s.parent else [] for n, s in spec.stages.items()}):
-            continue
-        for ancestor in _ancestors(spec, name):
+        for ancestor in reversed(spec.lineage(name)[:-1]):
             earlier = spec.stages[ancestor]
-            if isinstance(earlier, Train) and earlier.data == stage.data and earlier.row_length != stage.row_length:
+            if not (isinstance(stage, Train) and isinstance(earlier, Train) and earlier.data == stage.data):
+                continue
+            if earlier.row_length != stage.row_length:
                 yield (
                     f"stages.{name}.row_length: `{ancestor}` read the corpus `{stage.data}` in rows of "
                     f"{earlier.row_length}, and this stage goes on where it stopped; take the same"
                 )
                 break
-
-
-def _ancestors(spec: Spec, name: str) -> Iterator[str]:
-    """Names of the stages above one, as far as they exist; the links must not be a circle."""
-    parent = spec.stages[name].parent
-    while parent in spec.stages:
-        yield parent
-        parent = spec.stages[parent].parent
 
 
 def _cycle(links: Mapping[str, Iterable[str]]) -> list[str]:

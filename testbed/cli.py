@@ -153,7 +153,8 @@ def results(
 
     tables = _tables(spec, changes, store)
     if format is Format.table:
-        shown = [show.verdicts(show.judged(tables))] if claims else show.experiment(tables)
+        verdicts = show.judged(tables)
+        shown = [show.verdicts(verdicts)] if claims else show.experiment(tables, verdicts, show.attribution(tables)[0])
         out = show.console()
         with out.capture() as captured:
             out.print(*shown)
@@ -344,12 +345,13 @@ def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = Fal
         k=spec.evaluation.k,
     )
     if not brief:
-        show.console().print(*show.experiment(tables))
+        show.console().print(*show.experiment(tables, claims, attribution))
         for warning in filter(None, [*warnings(drawn), mixed_conditions(tables)]):
             typer.echo(f"Note. {warning}")
         if why_not and spec.attribution is not None:
             typer.echo(f"Note. There is no attribution: {why_not}.")
-    with store.folder("reports", _report_name(spec, changes)) as out:
+    name = _report_name(spec, changes)
+    with store.folder("reports", name) as out:
         write_report(
             out / "report.html",
             title=spec.title or spec.name,
@@ -366,12 +368,12 @@ def _conclude(spec: Spec, store: Store, changes: list[str], *, brief: bool = Fal
         )
         figures = [path.name for path in save_figures(out / "figures", drawn)]
         keep_tables(out / "tables", tables, claims)
-    place = store.root / "reports" / _report_name(spec, changes)
+    place = store.root / "reports" / name
     typer.echo(f"Report   {place / 'report.html'}")
     typer.echo(f"Tables   {place / 'tables'}")
-    for name in figures:
-        if name.endswith(".png"):
-            typer.echo(f"Figure   {place / 'figures' / name}")
+    for figure in figures:
+        if figure.endswith(".png"):
+            typer.echo(f"Figure   {place / 'figures' / figure}")
 
 
 def _report_name(spec: Spec, changes: list[str]) -> str:

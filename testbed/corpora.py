@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from synthetic_tasks import Tokenizer, get_task
 from synthetic_tasks.corpus import build_corpus
 from testbed.nodes import Corpus, Node
 from testbed.tracking import Tracker
@@ -14,12 +13,11 @@ from testbed.tracking import Tracker
 def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
     """Writes tokens.bin, documents.npy and report.json (`synthetic_tasks.corpus`); the report is the summary."""
     assert isinstance(node.config, Corpus)
-    name, settings = node.context.task
-    task = get_task(name, **settings)
+    task, tokenizer = node.context.task_and_tokenizer()
     return build_corpus(
         out,
         task=task,
-        tokenizer=Tokenizer.for_tasks(task),
+        tokenizer=tokenizer,
         mixture=node.config.components,
         documents=node.config.documents,
         seed=node.context.seeds.problems,

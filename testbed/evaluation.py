@@ -23,11 +23,11 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
     config = node.config
     assert isinstance(config, Evaluation)
     fabric = runtime.fabric()
-    task, tokenizer = runtime.task_of(node.context)
+    task, tokenizer = node.context.task_and_tokenizer()
     model = runtime.load_parent(inputs["stage"], tokenizer).to(fabric.device)
     # Problems are the same for every arm and repetition; only the noise differs.
     stream = runtime.derive(node.context.seeds.problems, "evaluation")
-    cells = sorted({operations for band in node.context.bands.values() for operations in band})
+    cells = node.context.operations
     problems = {
         operations: distinct_problems(task, config.problems, seed=stream, operations=operations, split=config.split)
         for operations in cells
@@ -38,7 +38,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         noise = Noise(seed=node.context.seeds.rollout, purpose="evaluation", step=operations)
         drawn = sample(
             model,
-            [[tokenizer.bos, *tokenizer.encode(problem.prompt)] for problem in problems[operations]],
+            [tokenizer.encode_prompt(problem.prompt) for problem in problems[operations]],
             range(len(problems[operations])),
             samples=config.samples,
             max_new_tokens=config.max_new_tokens,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models.config import ModelConfig
+from synthetic_tasks import Task, Tokenizer, get_task
 from synthetic_tasks.corpus import Component
 from testbed.config import RL, Config, Evaluation, Train
 
@@ -50,6 +51,17 @@ class Context:
     seeds: Seeds
     # Operations by band.
     bands: dict[str, tuple[int, ...]]
+
+    @property
+    def operations(self) -> list[int]:
+        """Operations of all bands, from easy to hard."""
+        return sorted({o for band in self.bands.values() for o in band})
+
+    def task_and_tokenizer(self) -> tuple[Task, Tokenizer]:
+        """The experiment's task, and the tokenizer of it."""
+        name, settings = self.task
+        task = get_task(name, **settings)
+        return task, Tokenizer.for_tasks(task)
 
 
 @dataclass(frozen=True, kw_only=True)

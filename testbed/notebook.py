@@ -51,7 +51,7 @@ def generate(
         raise TypeError("prompts is a list of texts, not one text")
     drawn = sample(
         model,
-        [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in prompts],
+        [tokenizer.encode_prompt(prompt) for prompt in prompts],
         range(len(prompts)),
         samples=samples,
         max_new_tokens=max_new_tokens,
@@ -70,7 +70,7 @@ def score(model: Transformer, tokenizer: Tokenizer, prompt: str, completion: str
 
     from models.transformer import token_log_probs
 
-    start = [tokenizer.bos, *tokenizer.encode(prompt)]
+    start = tokenizer.encode_prompt(prompt)
     ids = torch.tensor([[*start, *tokenizer.encode(completion), tokenizer.eos]])
     with torch.inference_mode():
         scores = token_log_probs(model(ids[:, :-1]), ids[:, 1:])

@@ -18,7 +18,7 @@ def documents(tokenizer: Tokenizer, problems: Sequence[Problem]) -> tuple[torch.
     """Prompt and solution of every problem, right-padded: tokens and document numbers [P, T], prompt lengths [P]."""
     rows, starts = [], []
     for problem in problems:
-        prompt = [tokenizer.bos, *tokenizer.encode(problem.prompt)]
+        prompt = tokenizer.encode_prompt(problem.prompt)
         rows.append([*prompt, *tokenizer.encode(problem.solution), tokenizer.eos])
         starts.append(len(prompt))
     width = max(map(len, rows))

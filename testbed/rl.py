@@ -107,7 +107,7 @@ def roll_out(
     model: Transformer, tokenizer: Tokenizer, task: Task, problems: Sequence[Problem], config: RL, noise: Noise
 ) -> Rollouts:
     """Sample and judge `group` completions of each problem."""
-    prompts = [[tokenizer.bos, *tokenizer.encode(problem.prompt)] for problem in problems]
+    prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
     drawn = sample(
         model, prompts, range(len(prompts)), samples=config.group, max_new_tokens=config.max_new_tokens,
         end=tokenizer.eos, pad=tokenizer.pad, noise=noise, temperature=config.temperature,
@@ -158,19 +158,19 @@ def micro_batches(rollouts: Rollouts, advantages: NDArray[np.float64], config: R
     Without a KL term a row of advantage 0 has none, and is left out; the tokens it counts in the denominator stay.
     """
     flat = advantages.reshape(-1)
-    rows = [i for i in range(len(flat)) if config.kl > 0 or flat[i] != 0]
-    rows.sort(key=lambda i: len(rollouts.row(i)[0]))
+    laid = {i: rollouts.row(i) for i in range(len(flat)) if config.kl > 0 or flat[i] != 0}
+    rows = sorted(laid, key=lambda i: len(laid[i][0]))
     device = rollouts.samples.tokens.device
     out = []
     for first in range(0, len(rows), config.micro_rows):
         some = rows[first : first + config.micro_rows]
-        width = max(len(rollouts.row(i)[0]) for i in some)
+        width = max(len(laid[i][0]) for i in some)
         tokens = torch.full((len(some), width), pad)
         documents = torch.zeros(len(some), width, dtype=torch.long)
         mask = torch.zeros(len(some), width, dtype=torch.bool)
         sampled = torch.zeros(len(some), width)
         for n, i in enumerate(some):
-            ids, start = rollouts.row(i)
+            ids, start = laid[i]
             tokens[n, : len(ids)] = torch.tensor(ids)
             documents[n, : len(ids)] = 1
             mask[n, start : len(ids)] = True
@@ -254,7 +254,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
     config = node.config
     assert isinstance(config, RL)
     fabric = runtime.fabric()
-    task, tokenizer = runtime.task_of(node.context)
+    task, tokenizer = node.context.task_and_tokenizer()
     raw = runtime.load_parent(inputs["parent"], tokenizer)
     reference = copy.deepcopy(raw).to(fabric.device) if config.kl > 0 else None
     before = runtime.flat(raw)

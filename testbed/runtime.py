@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.transformer import Transformer
-from synthetic_tasks import Task, Tokenizer, get_task
-from testbed.nodes import Context
+from synthetic_tasks import Tokenizer
 from testbed.store import MANIFEST
 
 OPTIMIZERS = "optimizer.pt"
@@ -30,13 +29,6 @@ def fabric() -> Fabric:
     engine = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1, precision="32-true")
     engine.launch()
     return engine
-
-
-def task_of(context: Context) -> tuple[Task, Tokenizer]:
-    """The experiment's task and its tokenizer."""
-    name, settings = context.task
-    task = get_task(name, **settings)
-    return task, Tokenizer.for_tasks(task)
 
 
 def derive(seed: int, purpose: str) -> int:

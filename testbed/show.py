@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -28,15 +28,14 @@ def console() -> Console:
     return out if out.is_terminal else Console(highlight=False, markup=False, width=160)
 
 
-def experiment(tables: Tables) -> list[Table]:
-    """Everything the end of a run tells."""
+def experiment(tables: Tables, claims: Sequence[analysis.ClaimResult], effects: pd.DataFrame) -> list[Table]:
+    """Everything the end of a run tells; claims from `judged`, effects from `attribution`."""
     ks = tables.spec.evaluation.k
     shown = [pass_at_k(tables, 1)] + [pass_at_k(tables, max(ks))] * (max(ks) > 1)
-    if tables.spec.claims:
-        shown.append(verdicts(judged(tables)))
-    rows, _ = attribution(tables)
-    if not rows.empty:
-        shown.append(attributed(tables.spec, rows))
+    if claims:
+        shown.append(verdicts(claims))
+    if not effects.empty:
+        shown.append(attributed(tables.spec, effects))
     return [*shown, costs(tables)]
 
 
@@ -63,9 +62,9 @@ def pass_at_k(tables: Tables, k: int) -> Table:
     return table
 
 
-def verdicts(results: Iterable[analysis.ClaimResult]) -> Table:
+def verdicts(results: Sequence[analysis.ClaimResult]) -> Table:
     table = _table("Claims, written before the run", "claim", "expected", "estimate", "verdict", "why")
-    for row in _rows(claims.table(list(results))):
+    for row in _rows(claims.table(results)):
         margin = "" if row.delta is None or pd.isna(row.delta) else f" ±{row.delta:g}"
         table.add_row(f"{row.claim}: {row.text}", f"{row.expect}{margin}", _span(row), row.verdict.upper(), row.reason)
     return table

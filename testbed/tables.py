@@ -103,10 +103,9 @@ def _stage_row(graph: Graph, found: dict[str, Artifact], stage: str, seed: int) 
     key = graph.stages[stage, seed]
     artifact = found[key]
     config = graph.spec.stages[stage]
-    counts = {name: artifact.summary.get(name, default) for name, default in COUNTS.items()}
-    counts = {name: default if counts[name] is None else counts[name] for name, default in COUNTS.items()}
+    told = {name: value for name, value in artifact.summary.items() if name in COUNTS and value is not None}
     place = {"stage": stage, "key": key, "kind": config.kind, "seed": seed, "parent": config.parent}
-    return place | counts | {"wall_s": float(artifact.manifest["wall_s"])}
+    return place | COUNTS | told | {"wall_s": float(artifact.manifest["wall_s"])}
 
 
 def _curve(artifact: Artifact) -> pd.DataFrame | None:

@@ -100,7 +100,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
     config = node.config
     assert isinstance(config, Train)
     fabric = runtime.fabric()
-    task, tokenizer = runtime.task_of(node.context)
+    task, tokenizer = node.context.task_and_tokenizer()
     parent = inputs.get("parent")
     if parent is None:
         torch.manual_seed(node.context.seeds.init)
@@ -126,7 +126,7 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
             seed=runtime.derive(node.context.seeds.problems, "probe"),
             start=0, count=PROBE_PROBLEMS, operations=operations, split="validation",
         )
-        for operations in sorted({o for band in node.context.bands.values() for o in band})
+        for operations in node.context.operations
     }  # fmt: skip
 
     raw.train()

@@ -91,7 +91,7 @@ def test_what_was_not_run_is_named(spec: Spec, store: Store, tmp_path: Path) -> 
 def test_the_end_of_a_run_tells_everything(tables: Tables) -> None:
     out = show.console()
     with out.capture() as captured:
-        out.print(*show.experiment(tables))
+        out.print(*show.experiment(tables, show.judged(tables), show.attribution(tables)[0]))
     text = captured.get()
     for words in (
         "Strict pass@1",
