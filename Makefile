@@ -1,8 +1,10 @@
 # make quickstart   install into .venv, run the built-in experiment, name its report
 # make test         install into .venv, run the tests
 # make lint         style and types
+# make soak         kill runs a hundred times, and see that nothing is lost; some minutes
+# make golden       after an epoch was raised: write down anew what every kind of stage makes
 .DEFAULT_GOAL := quickstart
-.PHONY: quickstart test lint install clean
+.PHONY: quickstart test lint soak golden install clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +18,12 @@ quickstart: install
 
 test: $(VENV)/.tested
 	$(BIN)/python -m pytest --durations=15
+
+soak: $(VENV)/.tested
+	$(BIN)/python tests/soak.py --kills 100
+
+golden: $(VENV)/.tested
+	$(BIN)/python tests/fingerprints.py
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import pandas as pd
 
 from analysis.tables import STAGES, TableError, check
 
+# Between the names of several parents in the stages table.
+SEVERAL = " + "
 # Counts that add up along a lineage.
 COUNTS = ("tokens", "samples", "sampled_tokens", "flops", "wall_s")
 
@@ -22,18 +25,41 @@ def arm_stages(outcomes: pd.DataFrame) -> dict[str, str]:
 
 
 def lineage(stages: pd.DataFrame, stage: str) -> tuple[str, ...]:
-    """The stage and its ancestors, the first ancestor first. Raises TableError for an unknown stage or a circle."""
+    """The stage and its ancestors, each after its own parents. Of two checkpoints of one stage (`a@10`, `a@20` and `a`
+    itself) the furthest alone is there: it went through the others.
+
+    Raises TableError for an unknown stage or a circle.
+    """
     parents = {str(name): parent for name, parent in stages[["stage", "parent"]].itertuples(index=False)}
     chain: list[str] = []
-    current: object = stage
-    while isinstance(current, str) and current:
-        if current in chain:
-            raise TableError(f"stage {current!r} is its own ancestor")
-        if current not in parents:
-            raise TableError(f"no stage {current!r} in the stages table; it has {', '.join(parents)}")
-        chain.append(current)
-        current = parents[current]
-    return tuple(reversed(chain))
+
+    def add(name: str, below: tuple[str, ...]) -> None:
+        if name in below:
+            raise TableError(f"stage {name!r} is its own ancestor")
+        if name not in parents:
+            raise TableError(f"no stage {name!r} in the stages table; it has {', '.join(parents)}")
+        if name not in chain:
+            parent = parents[name]
+            for before in parent.split(SEVERAL) if isinstance(parent, str) and parent else []:
+                add(before, (*below, name))
+            chain.append(name)
+
+    add(stage, ())
+    return tuple(furthest(chain))
+
+
+def furthest(stages: Iterable[str]) -> list[str]:
+    """The names without those of checkpoints that another of them went through."""
+    names = list(stages)
+
+    def place(name: str) -> tuple[str, float]:
+        base, at, step = name.partition("@")
+        return (base, float(step)) if at and step.isdigit() else (name, math.inf)
+
+    most: dict[str, float] = {}
+    for base, step in map(place, names):
+        most[base] = max(step, most.get(base, 0.0))
+    return [name for name in names if place(name)[1] == most[place(name)[0]]]
 
 
 def parent_arms(stages: pd.DataFrame, arms: Mapping[str, str]) -> dict[str, str]:
@@ -66,5 +92,7 @@ def by_arm(stages: pd.DataFrame, arms: Mapping[str, str]) -> pd.DataFrame:
 
 
 def total(stages: pd.DataFrame) -> pd.Series:
-    """COUNTS of the whole experiment, all seeds together: each finished stage (its key) once."""
-    return check(stages, STAGES).drop_duplicates("key")[list(COUNTS)].sum()
+    """COUNTS of the whole experiment, all seeds together: each finished stage (its key) once, and of its checkpoints
+    the furthest alone."""
+    once = check(stages, STAGES).drop_duplicates("key")
+    return once[once["stage"].isin(furthest(once["stage"]))][list(COUNTS)].sum()

@@ -105,7 +105,30 @@ STAGES = Schema(
     },
     key=("stage", "seed"),
 )
-SCHEMAS: dict[str, Schema] = {schema.name: schema for schema in (OUTCOMES, CURVES, ROLES, STAGES)}
+# Work by what it was for (see testbed.ledger): of stages, kept checkpoints and evaluations.
+LEDGER = Schema(
+    name="ledger",
+    version=1,
+    columns={
+        "stage": "str",
+        "key": "str",
+        "kind": "str",
+        "seed": "int",
+        "activity": "str",
+        "tokens": "int",
+        "padded_tokens": "int",
+        "flops_useful": "float",
+        "flops_executed": "float",
+    },
+    key=("key", "stage", "seed", "activity"),
+)
+# What was read off checkpoints: `measure` says which of the further columns hold something.
+PROBES = Schema(
+    name="probes",
+    version=1,
+    columns={"probe": "str", "stage": "str", "key": "str", "seed": "int", "against": "str?", "measure": "str"},
+)
+SCHEMAS: dict[str, Schema] = {schema.name: schema for schema in (OUTCOMES, CURVES, ROLES, STAGES, LEDGER, PROBES)}
 
 
 def check(table: pd.DataFrame, schema: Schema) -> pd.DataFrame:

@@ -10,11 +10,12 @@ where the uniform falls within about 1e-5 of a boundary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from models.flops import Shape, causal_pairs
 from models.noise import Noise, uniforms
 from models.transformer import LayerCache, Transformer
 
@@ -34,6 +35,8 @@ class Samples:
     ended: Tensor
     # log-probability of each token under the sampling distribution [N, L], fp32, 0 after the end.
     log_probs: Tensor
+    # What was computed: padding, masked pairs and rows that had ended included.
+    executed: Shape = field(default_factory=Shape)
 
     def completion(self, row: int) -> list[int]:
         """Ids of a row without the end token."""
@@ -81,6 +84,7 @@ def sample(
     total = len(prompts) * samples
     tokens = torch.full((total, max_new_tokens), pad, dtype=torch.long, device=device)
     log_probs = torch.zeros(total, max_new_tokens, device=device)
+    executed = Shape()
     # Prompts of like length share a batch, so that little is padding.
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     per_batch = max(1, max_rows // samples)
@@ -92,6 +96,8 @@ def sample(
         ids = torch.tensor([problems[index] for index in batch], device=device).repeat_interleave(samples)
         keys = noise.keys(ids, torch.arange(samples, device=device).repeat(len(batch)))
         logits, state = _prefill(model, [prompts[index] for index in batch], samples, max_new_tokens)
+        width = max(len(prompts[index]) for index in batch)
+        executed += Shape(len(batch) * width, len(batch) * width * width, len(batch))
         live = torch.ones_like(rows, dtype=torch.bool)
         for step in range(max_new_tokens):
             scaled = torch.log_softmax(logits / temperature, dim=-1)
@@ -109,6 +115,7 @@ def sample(
                     kept = live.nonzero().squeeze(1)
                     rows, keys, chosen, live = rows[kept], keys[kept], chosen[kept], live[kept]
                     state = state.rows(kept)
+            executed += Shape(len(rows), len(rows) * (state.column + 1), len(rows))
             logits = state.advance(model, chosen)
     model.train(was_training)
     # Rows rode along after their end until they were dropped: cut them there, by position.
@@ -116,7 +123,18 @@ def sample(
     ended = is_end.any(dim=1)
     lengths = torch.where(ended, is_end.int().argmax(dim=1) + 1, max_new_tokens)
     after = torch.arange(max_new_tokens, device=device) >= lengths[:, None]
-    return Samples(tokens.masked_fill(after, pad), lengths, ended, log_probs.masked_fill(after, 0.0))
+    return Samples(tokens.masked_fill(after, pad), lengths, ended, log_probs.masked_fill(after, 0.0), executed)
+
+
+def sampling_shape(prompts: Sequence[Sequence[int]], drawn: Samples) -> Shape:
+    """Useful work behind samples: each prompt is read once for one row of logits, and of a sample every token but the
+    last is fed back."""
+    samples = len(drawn.lengths) // len(prompts)
+    groups = drawn.lengths.view(len(prompts), samples).tolist()
+    read = sum(length - 1 for group in groups for length in group)
+    pairs = sum(causal_pairs(0, len(prompt)) for prompt in prompts)
+    pairs += sum(causal_pairs(len(p), length - 1) for p, group in zip(prompts, groups, strict=True) for length in group)
+    return Shape(sum(map(len, prompts)) + read, pairs, len(prompts) + read)
 
 
 def _inverse_cdf(log_probs: Tensor, uniform: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from paper_figures import FIGURES, style
 from paper_figures.base import Tables
 
 # Without dates, the same table gives the same bytes.
-_UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+UNDATED = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
 
 
 def save_figures(directory: Path, tables: Tables, *, formats: tuple[str, ...] = ("png", "pdf")) -> list[Path]:
@@ -28,7 +28,7 @@ def save_figures(directory: Path, tables: Tables, *, formats: tuple[str, ...] = 
         for suffix in formats:
             path = directory / f"{name}.{suffix}"
             with style.context():
-                chart.savefig(path, metadata=_UNDATED.get(suffix))
+                chart.savefig(path, metadata=UNDATED.get(suffix))
             written.append(path)
         source = directory / f"{name}.csv"
         rows.to_csv(source, index=False)
@@ -40,5 +40,5 @@ def svg_data(chart: Figure) -> str:
     """A figure as the address of an image (data:...) that carries all of it."""
     buffer = BytesIO()
     with style.context():
-        chart.savefig(buffer, format="svg", metadata=_UNDATED["svg"])
+        chart.savefig(buffer, format="svg", metadata=UNDATED["svg"])
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -5,6 +5,9 @@
 
 A worker is one process with a fixed number of threads. For small models one thread a worker and a worker a core is
 fastest on a CPU: their matrices are too small to share. What a node computes does not depend on which worker has it.
+
+Several of these may run over one store, on one machine or more: a node that another has in hand is left to it, and
+others are done meanwhile. SIGINT and SIGTERM end a run at a safe place: every stage saves its state first.
 """
 
 from __future__ import annotations
@@ -22,20 +25,28 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from testbed.errors import UserError
-from testbed.execute import RUNNERS, execute, set_threads
+from testbed import stopping
+from testbed.conditions import versions
+from testbed.errors import StoreError, UserError
+from testbed.execute import RUNNERS, Conduct, execute, set_threads
 from testbed.graph import Graph, work
+from testbed.leases import Busy
 from testbed.machine import cores
 from testbed.nodes import Node, shelf
+from testbed.stopping import Stopped
 from testbed.store import Store
 from testbed.tracking import Progress, duration
+
+# Seconds until a node that another process has in hand is looked at again.
+LOOK_AGAIN = 0.5
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happened: `reused`, `started`, `progress`, `done`, `failed`, `skipped` (an input failed), `note`."""
+    """What happened: `reused`, `started`, `progress`, `done`, `failed`, `skipped` (an input failed), `stopped` (left at
+    a safe place because the run was asked to stop), `note`."""
 
-    kind: Literal["reused", "started", "progress", "done", "failed", "skipped", "note"]
+    kind: Literal["reused", "started", "progress", "done", "failed", "skipped", "stopped", "note"]
     node: Node | None = None
     # In words: of a failure its cause, of a note its text.
     text: str = ""
@@ -49,14 +60,18 @@ class Outcome:
 
     reused: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
-    # Cause of failure, and where the traceback lies.
-    failed: dict[str, tuple[str, Path]] = field(default_factory=dict)
+    # Cause of failure, and where the traceback lies (None where not even that could be written).
+    failed: dict[str, tuple[str, Path | None]] = field(default_factory=dict)
+    # Of those, what had failed in an earlier run and was not tried again.
+    failed_before: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    # Whether the run was asked to stop, and did.
+    stopped: bool = False
     wall_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        return not self.failed and not self.skipped
+        return not self.failed and not self.skipped and not self.stopped
 
 
 def run_graph(
@@ -67,26 +82,33 @@ def run_graph(
     threads: int | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
     runners: Mapping[str, str] = RUNNERS,
-    wandb: str | None = None,
+    conduct: Conduct | None = None,
+    retry: bool = False,
 ) -> Outcome:
     """Make every artifact of the graph that the store does not have.
 
-    workers: processes; None for one a core, at most one a node. One worker runs in this process.
+    workers: processes; None for one a core (and device of a stage), at most one a node. One worker runs in this process.
     threads: of each worker; None shares the cores out between the workers asked for. How much is left to do never
     changes it: sums in another number of threads have other last bits, and arms are compared.
+    conduct: how nodes are run. retry: try again what failed in an earlier run.
     A node that fails takes what depends on it with it; everything else is finished.
     """
     store.prepare()
+    store.remember(graph.spec.name, graph.spec.model_dump(mode="json"))
     start = time.monotonic()
     state = _State(graph, store)
     for key in _usable(graph, store):
         state.outcome.reused.append(key)
         on_event(Event("reused", graph.nodes[key]))
-    todo = len(graph.nodes) - len(state.outcome.reused)
-    workers = workers or cores()
-    threads = threads or max(1, cores() // workers)
+    for event in state.failed_before(retry):
+        on_event(event)
+    todo = len(graph.nodes) - len(state.over)
+    conduct = conduct or Conduct(group=graph.spec.name)
+    # Every worker starts that many processes for its stage.
+    workers = workers or max(1, cores() // conduct.devices)
+    threads = threads or max(1, cores() // (workers * conduct.devices))
     workers = max(1, min(workers, todo))
-    job = _Job(store_root=store.root, threads=threads, runners=dict(runners), wandb=wandb)
+    job = _Job(store_root=store.root, threads=threads, runners=dict(runners), conduct=conduct)
     if todo:
         (_run_here if workers == 1 else _run_pool)(state, job, workers, on_event)
     state.outcome.wall_s = time.monotonic() - start
@@ -112,7 +134,7 @@ class _Job:
     store_root: Path
     threads: int
     runners: dict[str, str]
-    wandb: str | None
+    conduct: Conduct
 
 
 class _State:
@@ -124,6 +146,8 @@ class _State:
         self.sizes = work(graph)
         self.chains = _chains(graph, self.sizes)
         self.running: dict[str, Progress | None] = {}
+        # What another process has in hand, and when to look again.
+        self.elsewhere: dict[str, float] = {}
         self.start = time.monotonic()
 
     @property
@@ -136,29 +160,92 @@ class _State:
 
     def next(self) -> Node | None:
         """The ready node at the head of the longest chain of work."""
+        if stopping.asked():
+            return None
+        self._look_again()
         finished, over = self.finished, self.over
+        taken = {*over, *self.running, *self.elsewhere}
         ready = [
             node
             for key, node in self.graph.nodes.items()
-            if key not in over and key not in self.running and set(node.parents.values()) <= finished
+            if key not in taken
+            and set(node.parents.values()) <= finished
+            # What makes it on its way is waited for.
+            and (node.after is None or node.after in over)
         ]
         return max(ready, key=lambda node: self.chains[node.key], default=None)
+
+    def _look_again(self) -> None:
+        now = time.monotonic()
+        for key in [key for key, due in self.elsewhere.items() if due <= now]:
+            if self.store.holder(shelf(self.graph.nodes[key].kind), key) is None:
+                del self.elsewhere[key]
+            else:
+                self.elsewhere[key] = now + LOOK_AGAIN
+
+    @property
+    def waiting(self) -> bool:
+        """Whether nothing can be done before another process has finished something."""
+        return bool(self.elsewhere) and not self.running and not stopping.asked()
+
+    def busy(self, key: str, why: str) -> list[Event]:
+        """Another process has the node in hand."""
+        self.running.pop(key, None)
+        self.elsewhere[key] = time.monotonic() + LOOK_AGAIN
+        return [Event("note", self.graph.nodes[key], text=why)]
+
+    def stopped(self, key: str) -> list[Event]:
+        self.running.pop(key, None)
+        return [Event("stopped", self.graph.nodes[key])]
+
+    def failed_before(self, retry: bool) -> list[Event]:
+        """What failed in an earlier run, for a lasting reason, fails again unless it is to be tried again."""
+        events: list[Event] = []
+        for key, node in self.graph.nodes.items():
+            record = None if key in self.over else self.store.failure(shelf(node.kind), key)
+            if record is None:
+                continue
+            if retry or not record.lasting:
+                self.store.forgive(shelf(node.kind), key)
+                continue
+            path = self.store.failure_path(shelf(node.kind), key)
+            self.outcome.failed[key] = (record.reason, path)
+            self.outcome.failed_before.append(key)
+            events.append(
+                Event("failed", node, text=f"{record.reason} That was on {record.time}; --retry tries again.")
+            )
+            events += self._skip(key)
+        return events
 
     def done(self, key: str) -> Event:
         self.running.pop(key, None)
         self.outcome.made.append(key)
         return Event("done", self.graph.nodes[key], line=self.line())
 
-    def failed(self, key: str, cause: str, trace: str) -> list[Event]:
+    def failed(self, key: str, cause: str, trace: str, lasting: bool) -> list[Event]:
         """The failure and everything it takes along."""
         self.running.pop(key, None)
         node = self.graph.nodes[key]
-        path = self.store.fail(shelf(node.kind), key, trace)
+        where = "It could not be recorded."
+        path = None
+        try:
+            path = self.store.fail(
+                shelf(node.kind), key, label=node.label, reason=cause, trace=trace, versions=versions(), lasting=lasting
+            )
+            where = f"The traceback is in {path}."
+        except StoreError:
+            pass  # the disk is full, as likely as not: told already
         self.outcome.failed[key] = (cause, path)
-        events = [Event("failed", node, text=f"{cause} The traceback is in {path}.")]
-        lost = [key]
+        return [Event("failed", node, text=f"{cause} {where}"), *self._skip(key)]
+
+    def _skip(self, key: str) -> list[Event]:
+        """Everything that needs the result of a node is left out, and the checkpoints that it did not come to."""
+        events, lost = [], [key]
         while lost:
-            for child in self.graph.children(lost.pop()):
+            key = lost.pop()
+            kept = [node for node in self.graph.nodes.values() if node.after == key]
+            missing = [node for node in kept if not self.store.has(shelf(node.kind), node.key)]
+            for child in [*self.graph.children(key), *missing]:
                 if child.key not in self.over:
                     self.outcome.skipped.append(child.key)
                     events.append(Event("skipped", child))
@@ -188,32 +275,42 @@ def _chains(graph: Graph, sizes: Mapping[str, float]) -> dict[str, float]:
     """Work from each node to the end of the longest chain that hangs on it."""
     chains: dict[str, float] = {}
     for key in reversed(graph.nodes):
-        chains[key] = sizes[key] + max((chains[child.key] for child in graph.children(key)), default=0.0)
+        then = [*graph.children(key), *(node for node in graph.nodes.values() if node.after == key)]
+        chains[key] = sizes[key] + max((chains[child.key] for child in then), default=0.0)
     return chains
 
 
 def _run_here(state: _State, job: _Job, workers: int, on_event: Callable[[Event], None]) -> None:
     set_threads(job.threads)
-    while (node := state.next()) is not None:
-        key = node.key
-        state.running[key] = None
-        on_event(Event("started", node, line=state.line()))
+    with stopping.heeded():
+        while (node := state.next()) is not None or state.waiting:
+            if node is None:
+                time.sleep(LOOK_AGAIN / 5)
+                continue
+            state.running[node.key] = None
+            on_event(Event("started", node, line=state.line()))
+            for event in _make_here(node, state, job, on_event):
+                on_event(event)
+        state.outcome.stopped = stopping.asked()
 
-        def report(progress: Progress, node: Node = node) -> None:
-            state.running[node.key] = progress
-            on_event(Event("progress", node, line=state.line()))
 
-        def note(text: str, node: Node = node) -> None:
-            on_event(Event("note", node, text=text))
+def _make_here(node: Node, state: _State, job: _Job, on_event: Callable[[Event], None]) -> list[Event]:
+    def report(progress: Progress) -> None:
+        state.running[node.key] = progress
+        on_event(Event("progress", node, line=state.line()))
 
-        try:
-            execute(node, state.store, report=report, announce=note, runners=job.runners, wandb=job.wandb)
-        except Exception as error:
-            events = state.failed(key, _cause(error), traceback.format_exc())
-        else:
-            events = [state.done(key)]
-        for event in events:
-            on_event(event)
+    def note(text: str) -> None:
+        on_event(Event("note", node, text=text))
+
+    try:
+        execute(node, state.store, report=report, announce=note, runners=job.runners, conduct=job.conduct, wait=False)
+    except Busy as busy:
+        return state.busy(node.key, str(busy))
+    except Stopped:
+        return state.stopped(node.key)
+    except Exception as error:
+        return state.failed(node.key, _cause(error), traceback.format_exc(), _lasting(error))
+    return [state.done(node.key)]
 
 
 @dataclass
@@ -225,29 +322,21 @@ class _Worker:
 
 def _run_pool(state: _State, job: _Job, workers: int, on_event: Callable[[Event], None]) -> None:
     pool = [_start(job) for _ in range(workers)]
+
+    def pass_on(number: int) -> None:
+        for worker in pool:
+            if worker.node is not None:
+                worker.process.terminate()
+
     try:
-        while True:
-            for i, worker in enumerate(pool):
-                if worker.node is None and (node := state.next()) is not None:
-                    if not worker.process.is_alive():
-                        worker = pool[i] = _start(job)
-                    worker.node = node
-                    state.running[node.key] = None
-                    worker.pipe.send(node)
-                    on_event(Event("started", node, line=state.line()))
-            busy = [worker for worker in pool if worker.node is not None]
-            if not busy:
-                return
-            readable = wait([worker.pipe for worker in busy])
-            for i, worker in enumerate(pool):
-                if worker.pipe in readable:
-                    try:
-                        message = worker.pipe.recv()
-                    except (EOFError, ConnectionResetError):
-                        message = _death(worker)
-                        pool[i] = _start(job)
-                    for event in _take(state, worker, message):
-                        on_event(event)
+        with stopping.heeded(pass_on):
+            _serve_pool(state, job, pool, on_event)
+            state.outcome.stopped = stopping.asked()
+    except BaseException:
+        # A second interrupt does not wait. What was saved before stands.
+        for worker in pool:
+            worker.process.kill()
+        raise
     finally:
         for worker in pool:
             worker.process.terminate()
@@ -257,6 +346,35 @@ def _run_pool(state: _State, job: _Job, workers: int, on_event: Callable[[Event]
                 worker.process.kill()
                 worker.process.join()
             worker.pipe.close()
+
+
+def _serve_pool(state: _State, job: _Job, pool: list[_Worker], on_event: Callable[[Event], None]) -> None:
+    """Hand out nodes and take in results until nothing is left, or everybody has stopped."""
+    while True:
+        for i, worker in enumerate(pool):
+            if worker.node is None and (node := state.next()) is not None:
+                if not worker.process.is_alive():
+                    worker = pool[i] = _start(job)
+                worker.node = node
+                state.running[node.key] = None
+                worker.pipe.send(node)
+                on_event(Event("started", node, line=state.line()))
+                if stopping.asked():
+                    # The request came while the node was on its way, and was not passed on to this worker.
+                    worker.process.terminate()
+        busy = [worker for worker in pool if worker.node is not None]
+        if not busy and not state.waiting:
+            return
+        readable = wait([worker.pipe for worker in busy], timeout=LOOK_AGAIN if state.elsewhere else None)
+        for i, worker in enumerate(pool):
+            if worker.pipe in readable:
+                try:
+                    message = worker.pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    message = _death(worker)
+                    pool[i] = _start(job)
+                for event in _take(state, worker, message):
+                    on_event(event)
 
 
 def _take(state: _State, worker: _Worker, message: tuple[Any, ...]) -> list[Event]:
@@ -269,6 +387,10 @@ def _take(state: _State, worker: _Worker, message: tuple[Any, ...]) -> list[Even
     if kind == "note":
         return [Event("note", node, text=rest[0])]
     worker.node = None
+    if kind == "busy":
+        return state.busy(node.key, *rest)
+    if kind == "stopped":
+        return state.stopped(node.key)
     return [state.done(node.key)] if kind == "done" else state.failed(node.key, *rest)
 
 
@@ -281,7 +403,7 @@ def _start(job: _Job) -> _Worker:
     return _Worker(process, here)
 
 
-def _death(worker: _Worker) -> tuple[str, str, str]:
+def _death(worker: _Worker) -> tuple[Any, ...]:
     worker.process.join(timeout=10)
     code = worker.process.exitcode
     how = (
@@ -289,16 +411,26 @@ def _death(worker: _Worker) -> tuple[str, str, str]:
     )
     hint = ", perhaps for want of memory: try fewer --workers" if code == -signal.SIGKILL else ""
     text = f"The worker process {how}{hint}."
-    return "failed", text, text + "\n"
+    if stopping.asked():
+        return ("stopped",)
+    return "failed", text, text + "\n", False
 
 
 def _serve(pipe: Connection, job: _Job) -> None:
     """A worker's life: a node in, progress and an end out, until the parent is gone."""
     set_threads(job.threads)
-    # Ctrl-C reaches the whole group: the parent ends the workers, and they clean up as they leave.
+    # Ctrl-C reaches the whole group: the parent passes it on, as SIGTERM, to those that have something to save.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sent = 0.0
+    idle, sent = True, 0.0
+
+    def terminate(*_: object) -> None:
+        if idle:
+            os._exit(143)
+        if stopping.asked():
+            sys.exit(143)
+        stopping.ask()
+
+    signal.signal(signal.SIGTERM, terminate)
 
     def report(progress: Progress) -> None:
         nonlocal sent
@@ -313,14 +445,25 @@ def _serve(pipe: Connection, job: _Job) -> None:
     try:
         while True:
             node = pipe.recv()
+            idle = False
             try:
-                execute(node, store, report=report, announce=announce, runners=job.runners, wandb=job.wandb)
+                execute(
+                    node, store, report=report, announce=announce, runners=job.runners, conduct=job.conduct, wait=False
+                )
             except (BrokenPipeError, EOFError):
                 raise
+            except Busy as busy:
+                answer: tuple[Any, ...] = ("busy", str(busy))
+            except Stopped:
+                answer = ("stopped",)
             except Exception as error:
-                pipe.send(("failed", _cause(error), traceback.format_exc()))
+                answer = ("failed", _cause(error), traceback.format_exc(), _lasting(error))
             else:
-                pipe.send(("done",))
+                answer = ("done",)
+            idle = True
+            pipe.send(answer)
+            if stopping.asked():
+                os._exit(143)
     except (BrokenPipeError, EOFError, ConnectionResetError):
         # The parent is gone, and with it whoever wanted the result.
         os._exit(1)
@@ -331,3 +474,8 @@ def _cause(error: BaseException) -> str:
     if not isinstance(error, UserError | ValueError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _lasting(error: Exception) -> bool:
+    """Whether a failure is the node's own. A full disk, a lost lease or want of memory may be over next time."""
+    return not isinstance(error, UserError | OSError | MemoryError) and type(error).__name__ != "OutOfMemoryError"

@@ -82,6 +82,9 @@ class Task(Protocol):
     """A family of problems. Sampling is a function of (seed, index) and the arguments; it keeps no state."""
 
     name: str
+    # Raised when the same settings, seed and index give another problem, trace or verdict: results under the old one
+    # stay unused.
+    epoch: int
     # A dataclass of everything that can be set; the name and this make the task again.
     settings: Any
     # Every token that a prompt or solution of this task can hold, in a fixed order.

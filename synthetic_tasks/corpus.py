@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,19 @@ class PackedLoader:
             positions=positions.reshape(shape),
             prompt=prompt.reshape(shape),
         )
+
+    def row_costs(self, first: int) -> Iterator[tuple[Ints, Ints]]:
+        """Tokens and visible query-key pairs of every row from `first` on, epoch after epoch without end; reads lengths
+        alone."""
+        epoch = self._epoch_of(first)
+        begin = first - self._rows_before[epoch]
+        while True:
+            plan = self._plan(epoch)
+            lengths = self.corpus.lengths[plan.document]
+            tokens = np.add.reduceat(lengths, plan.row_starts[:-1])
+            pairs = np.add.reduceat(lengths * (lengths + 1) // 2, plan.row_starts[:-1])
+            yield tokens[begin:], pairs[begin:]
+            epoch, begin = epoch + 1, 0
 
     def _epoch_of(self, row: int) -> int:
         while self._rows_before[-1] <= row:

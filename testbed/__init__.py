@@ -4,6 +4,10 @@
     testbed.generate(model, tokenizer, [problem.prompt], samples=4)
     testbed.results("quickstart").outcomes
 
+    spec = testbed.load_spec("quickstart", ["seeds=[0]"])
+    for node in testbed.plan(spec): print(node.key, node.kind, node.state, node.tokens, node.flops)
+    testbed.run(spec)
+
 Nothing heavy is imported before it is used.
 """
 
@@ -12,9 +16,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from testbed.notebook import generate, load, results, score
+    from testbed.notebook import export, generate, load, load_spec, plan, results, run, score
 
-__all__ = ["generate", "load", "results", "score"]
+__all__ = ["export", "generate", "load", "load_spec", "plan", "results", "run", "score"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from synthetic_tasks import EmptyCellError, Split, list_tasks
-from testbed.config import RL, Train
+from testbed import edges
+from testbed.config import RL, Combine, Edge, Parallel, Train
 from testbed.errors import nearest
-from testbed.nodes import Seeds
+from testbed.nodes import Seeds, split_reference
 from testbed.schema import Spec
 
 
 def check(spec: Spec) -> list[str]:
     """Every mistake, one sentence each, starting with the path of the field."""
-    found = list(_check(spec)) or [*_check_parents(spec), *_check_rows(spec), *_check_task(spec)]
+    found = list(_check(spec)) or [
+        *_check_edges(spec), *_check_parents(spec), *_check_rows(spec), *_check_task(spec),
+    ]  # fmt: skip
     return list(dict.fromkeys(f"{sentence.rstrip('.')}." for sentence in found))
 
 
@@ -33,20 +36,30 @@ def _check(spec: Spec) -> Iterator[str]:
     yield from _check_data(spec)
     for name, stage in spec.stages.items():
         here = f"stages.{name}"
+        if "@" in name or "+" in name:
+            yield f"{here}: a stage's name holds no `@` or `+`; these name checkpoints and combinations."
         if stage.parent is not None:
-            yield from _refer(f"{here}.parent", stage.parent, spec.stages, "stage")
+            yield from _refer_stage(f"{here}.parent", stage.parent, spec)
         if isinstance(stage, RL):
             yield from _refer(f"{here}.band", stage.band, spec.bands, "band")
-        else:
+        elif isinstance(stage, Train):
             yield from _refer(f"{here}.data", stage.data, spec.data, "corpus")
             for other in stage.match:
-                yield from _refer(f"{here}.match", other, spec.stages, "stage")
+                yield from _refer_stage(f"{here}.match", other, spec)
+        elif isinstance(stage, Combine):
+            for other in stage.of:
+                yield from _refer_stage(f"{here}.of", other, spec)
+        else:
+            for other in stage.objectives:
+                yield from _refer(f"{here}.objectives", other, spec.stages, "stage")
+    for name, probe in spec.probes.items():
+        for other in (*probe.of, *([probe.against] if probe.against else [])):
+            yield from _refer_stage(f"probes.{name}", other, spec)
     yield from _check_cycles(spec)
-    yield from _check_carried(spec)
     if not spec.arms:
         yield "arms: give at least one, such as {pretrained: pretrain}."
     for arm, stage_name in spec.arms.items():
-        yield from _refer(f"arms.{arm}", stage_name, spec.stages, "stage")
+        yield from _refer_stage(f"arms.{arm}", stage_name, spec)
     for stage_name, count in Counter(spec.arms.values()).items():
         if count > 1:
             same = ", ".join(f"`{arm}`" for arm, stage in spec.arms.items() if stage == stage_name)
@@ -65,6 +78,22 @@ def _check(spec: Spec) -> Iterator[str]:
 def _refer(path: str, name: str, known: Iterable[str], what: str) -> Iterator[str]:
     if name not in known:
         yield f"{path}: there is no {what} `{name}`{nearest(name, known)}. Known: {', '.join(known) or 'none'}."
+
+
+def _refer_stage(path: str, reference: str, spec: Spec) -> Iterator[str]:
+    """A stage, or a kept checkpoint of one."""
+    name, step = split_reference(reference)
+    if step is None and "@" in name:
+        yield f"{path}: `{reference}` is no checkpoint; write the stage and a step from 1 on, such as `pretrain@200`."
+        return
+    yield from _refer(path, name, spec.stages, "stage")
+    stage = spec.stages.get(name)
+    if step is not None and isinstance(stage, Combine):
+        yield f"{path}: `{name}` combines checkpoints in no steps; it has none of its own."
+    if step is not None and isinstance(stage, Parallel) and (step % stage.every or step > stage.steps):
+        yield f"{path}: `{name}` has checkpoints after multiples of {stage.every} steps up to {stage.steps}."
+    if step is not None and isinstance(stage, RL) and stage.steps is not None and step > stage.steps:
+        yield f"{path}: `{name}` has {stage.steps} steps, not {step}."
 
 
 def _check_bands(spec: Spec) -> Iterator[str]:
@@ -92,26 +121,70 @@ def _check_data(spec: Spec) -> Iterator[str]:
 
 
 def _check_cycles(spec: Spec) -> Iterator[str]:
-    links = {
-        name: [*([stage.parent] if stage.parent else []), *(stage.match if isinstance(stage, Train) else ())]
-        for name, stage in spec.stages.items()
-    }
+    links: dict[str, list[str]] = {}
+    for name, stage in spec.stages.items():
+        before = [stage.parent] if stage.parent else []
+        if isinstance(stage, Train):
+            before += stage.match
+        elif isinstance(stage, Combine | Parallel):
+            before += stage.of if isinstance(stage, Combine) else stage.objectives
+        links[name] = [split_reference(other)[0] for other in before]
     if cycle := _cycle(links):
         yield f"stages.{cycle[0]}: {' → '.join(cycle)} is a circle; a stage cannot depend on itself."
 
 
-def _check_carried(spec: Spec) -> Iterator[str]:
-    """Whether a stage that carries its parent's optimizer on finds one of its kind."""
+def _check_edges(spec: Spec) -> Iterator[str]:
+    """Whether every stage states what crosses from its parent, and its settings come to the same; asked when all names
+    are right and lead in no circle."""
     for name, stage in spec.stages.items():
-        parent = spec.stages.get(stage.parent or "")
-        if isinstance(stage, Train) and parent is not None and stage.parent_optimizer == "carry":
-            why = None
-            if isinstance(parent, RL):
-                why = f"`{stage.parent}` is an rl stage, which keeps no optimizer state"
-            elif parent.optimizer.kind != stage.optimizer.kind:
-                why = f"`{stage.parent}` trains with {parent.optimizer.kind}, this stage with {stage.optimizer.kind}"
-            if why is not None:
-                yield f"stages.{name}.parent_optimizer: there is nothing to carry on: {why}; set it to reset."
+        here = f"stages.{name}"
+        if isinstance(stage, Parallel):
+            yield from _check_objectives(spec, here, stage)
+        if not isinstance(stage, Train | RL) or stage.parent is None:
+            continue
+        settings = edges.edge(spec, name)
+        assert settings is not None
+        if stage.edge is None:
+            yield (
+                f"{here}.edge: state what crosses from `{stage.parent}`; these settings come to "
+                f"`{edges.written(settings)}`"
+            )
+            continue
+        if stage.edge.optimizer == "carry" and (why := _nothing_to_carry(spec, stage)):
+            yield f"{here}.edge.optimizer: there is nothing to carry on: {why}; set it to reset"
+        yield from _check_edge(here, stage, stage.edge, settings)
+
+
+def _check_edge(here: str, stage: Train | RL, stated: Edge, settings: Edge) -> Iterator[str]:
+    if stated.parent != settings.parent:
+        is_ = f"`{stage.parent}` is {settings.parent} where it is left"
+        yield f"{here}.edge.parent: stated as {stated.parent}, but {is_}"
+    if stated.rate != settings.rate:
+        means = {
+            "continue": "goes on at the rate its parent ended with",
+            "rewarm": f"warms up over {stage.schedule.warmup:g} of its steps",
+            "restart": "starts at another rate than its parent ended with, without a warm-up",
+        }
+        yield f"{here}.edge.rate: stated as {stated.rate}, but the stage {means[settings.rate]} ({settings.rate})"
+
+
+def _nothing_to_carry(spec: Spec, stage: Train | RL) -> str | None:
+    """Why a stage finds no optimizer state of its kind in its parent."""
+    parent = spec.stages[split_reference(str(stage.parent))[0]]
+    if isinstance(parent, Combine | Parallel):
+        return f"`{stage.parent}` is a {parent.kind} stage, which leaves no optimizer state"
+    if parent.optimizer.kind != stage.optimizer.kind:
+        return f"`{stage.parent}` trains with {parent.optimizer.kind}, this stage with {stage.optimizer.kind}"
+    return None
+
+
+def _check_objectives(spec: Spec, here: str, stage: Parallel) -> Iterator[str]:
+    stages = {name: spec.stages[name] for name in stage.objectives}
+    for name, objective in stages.items():
+        if not isinstance(objective, Train | RL) or objective.parent is None:
+            yield f"{here}.objectives: `{name}` is no training stage that continues a parent"
+    if len(parents := list(dict.fromkeys(objective.parent for objective in stages.values()))) > 1:
+        yield f"{here}.objectives: all continue one parent, not {' and '.join(map(str, parents))}"
 
 
 def _check_rows(spec: Spec) -> Iterator[str]:
@@ -119,7 +192,7 @@ def _check_rows(spec: Spec) -> Iterator[str]:
     right."""
     for name, stage in spec.stages.items():
         for ancestor in reversed(spec.lineage(name)[:-1]):
-            earlier = spec.stages[ancestor]
+            earlier = spec.stages[split_reference(ancestor)[0]]
             if not (isinstance(stage, Train) and isinstance(earlier, Train) and earlier.data == stage.data):
                 continue
             if earlier.row_length != stage.row_length:
@@ -211,6 +284,9 @@ def _cells(spec: Spec) -> Iterator[tuple[str, int, Split]]:
     for name, stage in spec.stages.items():
         if isinstance(stage, RL):
             yield from ((f"stages.{name}.band", o, "train") for o in spec.bands[stage.band])
+    for name, probe in spec.probes.items():
+        if probe.measure == "roles":
+            yield from ((f"probes.{name}", o, probe.split) for band in spec.bands.values() for o in band)
 
 
 def _check_lengths(spec: Spec, path: str, operations: int, prompt: int, solution: int) -> Iterator[str]:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from testbed import store_commands
 from testbed.errors import UserError
 from testbed.store import Store, default_root
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from testbed.planning import Plan
     from testbed.schema import Spec
     from testbed.tables import Tables
 
@@ -32,7 +34,7 @@ class _Group(TyperGroup):
             typer.echo(f"Error: {error}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            typer.echo("Stopped. What was finished is kept: the same command goes on from there.", err=True)
+            typer.echo(f"Stopped at once. What was finished or saved is kept. To go on: {_this_command()}", err=True)
             raise typer.Exit(130) from None
 
 
@@ -45,6 +47,7 @@ app = typer.Typer(
 )
 tasks = typer.Typer(no_args_is_help=True, help="List, show, sample and verify reasoning tasks.")
 app.add_typer(tasks, name="tasks")
+app.add_typer(store_commands.store, name="store")
 
 SpecArgument = Annotated[
     str, typer.Argument(metavar="SPEC", help="A built-in spec, such as quickstart, or a YAML file.")
@@ -64,6 +67,11 @@ class Format(StrEnum):
     parquet = "parquet"
 
 
+class PlanFormat(StrEnum):
+    table = "table"
+    json = "json"
+
+
 class Split(StrEnum):
     train = "train"
     validation = "validation"
@@ -77,7 +85,7 @@ def main() -> None:
 @app.callback(invoke_without_command=True)
 def root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
     if version:
-        from testbed.execute import versions
+        from testbed.conditions import versions
 
         typer.echo(f"testbed {versions()['reasoning-testbed']}")
         raise typer.Exit
@@ -93,23 +101,35 @@ def run(
         bool, typer.Option("--dry-run", help="Check the spec, show what would run, write nothing.")
     ] = False,
     wandb: Annotated[
-        bool, typer.Option("--wandb", help="Copy metrics to wandb (WANDB_MODE=offline is heeded).")
+        bool, typer.Option("--wandb", help="Copy metrics to wandb (offline where there is no key).")
+    ] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Try again what failed in an earlier run.")] = False,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Processes (or GPUs) that train one stage together, data parallel.")
+    ] = 1,
+    save_every: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="Time between two saves of a stage under way.")
+    ] = 60.0,
+    other_class: Annotated[
+        bool,
+        typer.Option("--other-class", help="Go on from states saved under another numeric class; results are marked."),
     ] = False,
 ) -> None:
     """Make everything a spec asks for that the store does not have, and tell what came out."""
     from sweeps.local import Event, run_graph
+    from testbed.execute import Conduct
     from testbed.graph import build
     from testbed.spec import load
     from testbed.tracking import ProgressLine, duration
 
     line = ProgressLine()
     here = _store(store, announce=line.say)
-    graph = build(load(spec, changes))
     if dry_run:
-        from testbed import show
+        from testbed.planning import plan as planned
 
-        show.console().print(show.plan(graph, here))
+        _show_plan(planned([load(spec, changes)], here, probe=False, workers=workers))
         return
+    graph = build(load(spec, changes))
 
     def tell(event: Event) -> None:
         if event.kind in ("failed", "note"):
@@ -119,22 +139,79 @@ def run(
             line.show(event.line)
 
     try:
-        outcome = run_graph(graph, here, workers=workers, on_event=tell, wandb=graph.spec.name if wandb else None)
+        outcome = run_graph(
+            graph,
+            here,
+            workers=workers,
+            on_event=tell,
+            conduct=Conduct(
+                group=graph.spec.name,
+                wandb=graph.spec.name if wandb else None,
+                save_every=save_every,
+                other_class=other_class,
+                devices=devices,
+            ),
+            retry=retry,
+        )
     finally:
         line.clear()
     made, reused = len(outcome.made), len(outcome.reused)
+    if outcome.stopped:
+        typer.echo(
+            f"Stopped: {made} made, {reused} reused; what was under way is saved. To go on: {_this_command()}",
+            err=True,
+        )
+        raise typer.Exit(130)
     if not outcome.ok:
         failed, skipped = len(outcome.failed), len(outcome.skipped)
         first, (cause, trace) = next(iter(outcome.failed.items()))
         typer.echo(
             f"Error: {failed} of {len(graph.nodes)} nodes failed and {skipped} that need them were left out; {made} "
-            f"were made and {reused} reused, and all of these are kept. First, {graph.nodes[first].label}: {cause} The "
-            f"traceback is in {trace}. The same command goes on from here.",
+            f"were made and {reused} reused, and all of these are kept. First, {graph.nodes[first].label}: {cause} "
+            f"{f'The traceback is in {trace}. ' if trace else ''}{_again(outcome.failed_before)}",
             err=True,
         )
         raise typer.Exit(1)
     typer.echo(f"{made} made, {reused} reused in {duration(outcome.wall_s)}; store {here.root}")
     _conclude(graph.spec, here, changes)
+
+
+@app.command()
+def plan(
+    specs: Annotated[
+        list[str], typer.Argument(metavar="SPEC...", help="Built-in specs, such as quickstart, or YAML files.")
+    ],
+    format: Annotated[PlanFormat, typer.Option("--format", help="How to print it.")] = PlanFormat.table,
+    every: Annotated[bool, typer.Option("--all", help="One row a node, not one for all its repetitions.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe/--no-probe", help="Time a few steps on this machine, for some seconds.")
+    ] = True,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE", help="Draw the stages (.png, .svg or .pdf).")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes of the run (default: one a core).")] = None,
+    changes: SetOption = [],  # noqa: B006
+    store: StoreOption = None,
+) -> None:
+    """What a run would do and take: every node with its state, tokens, FLOPs, memory and time. Writes nothing else."""
+    from testbed.execute import set_threads
+    from testbed.machine import cores
+    from testbed.planning import plan as planned
+    from testbed.spec import load
+
+    if picture is not None and picture.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--picture {picture}: a picture is a .png, .svg or .pdf file.")
+    # Before torch is imported: its threads are to be as those of a worker.
+    set_threads(max(1, cores() // (workers or cores())))
+    found = planned([load(spec, changes) for spec in specs], _store(store), probe=probe, workers=workers)
+    if picture is not None:
+        _draw_plan(picture, found)
+    if format is PlanFormat.json:
+        import json
+
+        typer.echo(json.dumps(found.record(), indent=1, allow_nan=False))
+    else:
+        _show_plan(found, every=every)
 
 
 @app.command()
@@ -181,6 +258,28 @@ def report(spec: SpecArgument, changes: SetOption = [], store: StoreOption = Non
     from testbed.spec import load
 
     _conclude(load(spec, changes), _store(store), changes, brief=True)
+
+
+class ExportFormat(StrEnum):
+    safetensors = "safetensors"
+    hf = "hf"
+
+
+@app.command()
+def export(
+    stage: Annotated[str, typer.Argument(help="A key, the start of one, or spec/stage[@step][/seed].")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    format: Annotated[
+        ExportFormat, typer.Option("--format", help="hf: for transformers, where it computes the same logits.")
+    ] = ExportFormat.safetensors,
+    store: StoreOption = None,
+) -> None:
+    """Write the model of a stage as files that others read."""
+    from testbed.notebook import export as written
+    from testbed.notebook import load
+
+    for path in written(*load(stage, store=_store(store).root), out, format=format.value):
+        typer.echo(path)
 
 
 @app.command()
@@ -265,6 +364,44 @@ def verify(
         raise UserError(f"{file} is not UTF-8 text: {error}.") from error
     for entry in verify_lines(lines):
         typer.echo(_json(entry))
+
+
+def _show_plan(found: Plan, *, every: bool = False) -> None:
+    from testbed import show
+
+    show.console().print(*show.plan(found, every=every))
+    for line in show.failures(found):
+        typer.echo(line)
+    for note in found.assumed:
+        typer.echo(f"Note. {note}")
+
+
+def _draw_plan(picture: Path, found: Plan) -> None:
+    from paper_figures import style
+    from paper_figures.save import UNDATED
+    from paper_figures.stage_graph import figure, table
+
+    chart = figure(table(found))
+    suffix = picture.suffix[1:]
+
+    def write(path: Path) -> None:
+        with style.context():
+            chart.savefig(path, format=suffix, metadata=UNDATED.get(suffix))
+
+    _write(picture, write)
+
+
+def _this_command() -> str:
+    """What was typed, to be typed again."""
+    import shlex
+
+    return shlex.join(["testbed", *sys.argv[1:]])
+
+
+def _again(failed_before: list[str]) -> str:
+    if failed_before:
+        return "What failed in an earlier run is not tried again; --retry does."
+    return "The same command with --retry tries again; without it, what failed stays failed."
 
 
 def _store(path: Path | None, announce: Callable[[str], None] | None = None) -> Store:

@@ -9,16 +9,18 @@ import numpy as np
 import pandas as pd
 
 from models.noise import Noise
-from models.sampler import sample
+from models.sampler import sample, sampling_shape
 from synthetic_tasks import Problem, Split, Task
-from testbed import runtime
+from testbed import runtime, stopping
 from testbed.config import Evaluation
+from testbed.ledger import Ledger
 from testbed.nodes import Node
-from testbed.probing import teacher_forced, unlearnt_lookups
+from testbed.probing import teacher_forced, teacher_forced_shapes, unlearnt_lookups
+from testbed.saves import Saves
 from testbed.tracking import Tracker
 
 
-def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
+def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Saves | None = None) -> dict[str, Any]:
     """Evaluate one stage; writes outcomes.parquet (one row a problem) and roles.parquet."""
     config = node.config
     assert isinstance(config, Evaluation)
@@ -32,13 +34,16 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
         operations: distinct_problems(task, config.problems, seed=stream, operations=operations, split=config.split)
         for operations in cells
     }
+    ledger = Ledger(node.context.model, len(tokenizer))
     rows: list[dict[str, Any]] = []
     sampled = 0
     for done, operations in enumerate(cells, start=1):
+        stopping.check()
         noise = Noise(seed=node.context.seeds.rollout, purpose="evaluation", step=operations)
+        prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems[operations]]
         drawn = sample(
             model,
-            [tokenizer.encode_prompt(problem.prompt) for problem in problems[operations]],
+            prompts,
             range(len(problems[operations])),
             samples=config.samples,
             max_new_tokens=config.max_new_tokens,
@@ -54,17 +59,19 @@ def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dic
             own = slice(i * config.samples, (i + 1) * config.samples)
             rows.append(outcome(task, problem, i, texts[own], ended[own], lengths[own], temperature=config.temperature))
         sampled += int(lengths.sum())
+        ledger.add("rollout", sampling_shape(prompts, drawn), drawn.executed)
         strict = sum(row["c_strict"] for row in rows[-len(problems[operations]) :]) / len(texts)
         tracker.log(done, len(cells), operations=operations, strict=strict, tokens=sampled)
     pd.DataFrame(rows).to_parquet(out / "outcomes.parquet")
     roles = teacher_forced(model, tokenizer, task, problems, step=0)
     roles.to_parquet(out / "roles.parquet")
+    ledger.add("scoring", *teacher_forced_shapes(tokenizer, problems))
     return {
         "sampled_tokens": sampled,
         "samples": len(rows) * config.samples,
         "unlearnt_lookups": unlearnt_lookups(roles),
-        "device": str(fabric.device),
-        "dtype": "float32",
+        "ledger": ledger.record(),
+        **runtime.conditions(),
     }
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import sys
-import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from testbed import saves as saving
 from testbed.errors import StoreError
-from testbed.nodes import Node, shelf, shelf_of_role
+from testbed.nodes import Node, shelf, shelf_of_input
+from testbed.saves import Saves
 from testbed.store import Artifact, Store
 from testbed.tracking import Progress, Tracker, WandbRun
 
@@ -20,18 +22,42 @@ from testbed.tracking import Progress, Tracker, WandbRun
 class Run(Protocol):
     """Writes files into `out` and returns the summary that the manifest keeps."""
 
-    def __call__(self, node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]: ...
+    def __call__(
+        self, node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Saves | None
+    ) -> dict[str, Any]: ...
 
 
-# Function of every kind, imported when it is needed: a spec is read and planned without torch.
+# Function of every kind, imported when it is needed: a spec is read and planned without torch. A checkpoint is made by
+# that of its stage.
 RUNNERS: Mapping[str, str] = {
     "corpus": "testbed.corpora:run",
     "pretrain": "testbed.training:run",
     "midtrain": "testbed.training:run",
     "sft": "testbed.training:run",
     "rl": "testbed.rl:run",
+    "combine": "testbed.combining:run_combine",
+    "parallel": "testbed.combining:run_parallel",
     "evaluation": "testbed.evaluation:run",
+    "probe": "testbed.probes:run",
 }
+# Of those, what several processes can train together.
+TOGETHER = ("pretrain", "midtrain", "sft", "rl", "parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conduct:
+    """How nodes are run; nothing of it is part of a key."""
+
+    # Of the spec, for the grouping of copied metrics.
+    group: str = ""
+    # Name of the wandb project to copy metrics to.
+    wandb: str | None = None
+    # Seconds between two saves of a stage.
+    save_every: float = saving.EVERY
+    # Go on from states of another numeric class; the results are marked.
+    other_class: bool = False
+    # Processes that train one stage together.
+    devices: int = 1
 
 
 def execute(
@@ -41,82 +67,61 @@ def execute(
     report: Callable[[Progress], None] | None = None,
     announce: Callable[[str], None] | None = None,
     runners: Mapping[str, str] = RUNNERS,
-    wandb: str | None = None,
+    conduct: Conduct = Conduct(),
+    wait: bool = True,
 ) -> Artifact:
     """The node's artifact, made now unless the store has it.
 
-    wandb: name of the project to copy metrics to.
+    wait: until another process that works on it has finished; else Busy is raised.
     Raises StoreError where an input is not there; whatever the run raises, nothing is published.
     """
     folder = shelf(node.kind)
     announce = announce or store.announce
-    with store.lease(folder, node.key, waiting=lambda text: announce(f"{node.label}: {text}")):
+    with store.lease(folder, node.key, wait=wait, waiting=lambda text: announce(f"{node.label}: {text}")) as lease:
         if (found := store.get(folder, node.key)) is not None:
             return found
         inputs = {role: _input(store, node, role, key) for role, key in node.parents.items()}
-        module, _, name = runners[node.kind].partition(":")
+        module, _, name = runners[_runner(node)].partition(":")
         run: Run = getattr(importlib.import_module(module), name)
-        with store.publish(folder, node.key) as draft:
+        saves = Saves(store, node, lease, every=conduct.save_every, other_class=conduct.other_class, announce=announce)
+        with store.publish(folder, node.key, lease=lease) as draft:
             copy = None
-            if wandb is not None:
+            if conduct.wandb is not None:
                 copy = WandbRun(
-                    project=wandb, name=node.label, folder=store.root, config=node.fields, announce=announce
-                )
-            start = time.perf_counter()
-            with Tracker(draft.out, name=node.label, report=report, wandb=copy) as tracker:
-                summary = run(node, inputs, draft.out, tracker)
-            draft.manifest = {
-                "kind": node.kind,
-                "name": node.name,
-                "fields": node.fields,
-                "inputs": node.parents,
-                "summary": summary,
-                "wall_s": round(time.perf_counter() - start, 3),
-                "numeric_class": numeric_class(summary),
-                "versions": versions(),
-            }
+                    project=conduct.wandb, name=node.label, folder=store.root, config=node.fields, announce=announce,
+                    key=node.key, group=conduct.group,
+                )  # fmt: skip
+            devices = conduct.devices if _runner(node) in TOGETHER else 1
+            tracker = Tracker(draft.out, name=node.label, report=report, wandb=copy, devices=devices)
+            with tracker, _ranks(node, inputs, runners[_runner(node)], devices):
+                summary = run(node, inputs, draft.out, tracker, saves)
+            draft.manifest = saves.manifest(summary, tracker.seconds)
+            if node.step is not None:
+                draft.manifest["step"] = node.step
+        saves.clear()
     artifact = store.get(folder, node.key, read=False)
     assert artifact is not None
     return artifact
 
 
+def _ranks(node: Node, inputs: Mapping[str, Path], run: str, devices: int) -> AbstractContextManager[None]:
+    """The other processes that train the node, where several are to."""
+    if devices == 1:
+        return nullcontext()
+    from testbed.ranks import together
+
+    return together(devices, run, node, inputs)
+
+
+def _runner(node: Node) -> str:
+    return str(node.fields["kind"]) if node.kind == "checkpoint" else node.kind
+
+
 def _input(store: Store, node: Node, role: str, key: str) -> Path:
-    found = store.get(shelf_of_role(role), key)
+    found = store.get(shelf_of_input(role, key), key)
     if found is None:
         raise StoreError(f"{node.label} needs {role} {key}, which is not in {store.root}; run the spec again.")
     return found.path
-
-
-def numeric_class(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """On equal classes a CPU run gives equal bits. Empty where no torch took part."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    device = str(summary.get("device", "cpu"))
-    return {
-        "torch": str(torch.__version__),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        # The card, not its number: two kinds of card give different bits.
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
-        "dtype": summary.get("dtype", "float32"),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Python, this package and the libraries that are loaded."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        here = version("reasoning-testbed")
-    except PackageNotFoundError:
-        here = "source"
-    libraries = {
-        name: str(sys.modules[name].__version__)
-        for name in ("torch", "lightning", "numpy", "pandas", "triton")
-        if hasattr(sys.modules.get(name), "__version__")
-    }
-    return {"python": platform.python_version(), "reasoning-testbed": here, **libraries}
 
 
 def set_threads(threads: int) -> None:

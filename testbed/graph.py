@@ -10,17 +10,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from synthetic_tasks import Tokenizer
-from testbed.config import RL, Evaluation, Train
-from testbed.nodes import Context, Corpus, Node, Seeds
+from testbed.config import RL, Combine, Edge, Evaluation, Parallel, Probe, StageConfig, Train
+from testbed.nodes import Context, Corpus, Node, Seeds, checkpoint_key, split_reference
 from testbed.spec import Spec
 
 # Raise the epoch of a kind when its code or a default changes the result of the same fields: old artifacts stay unused.
-EPOCHS = {"corpus": 1, "pretrain": 1, "midtrain": 1, "sft": 1, "rl": 1, "evaluation": 1}
+# tests/golden holds what each kind makes, and names the one that changed. Tasks have epochs of their own.
+EPOCHS = {
+    "corpus": 1,
+    # 2: budgets are met to the step; optimizer states are safetensors.
+    "pretrain": 2,
+    "midtrain": 2,
+    "sft": 2,
+    "rl": 2,
+    "combine": 1,
+    "parallel": 1,
+    "evaluation": 1,
+    "probe": 1,
+}
 
 # Fields that cannot change a result, each with the reason. Of names that refer to other parts the contents are hashed.
 NON_SEMANTIC = {
@@ -29,7 +43,16 @@ NON_SEMANTIC = {
     (Train, "match"),  # names: the keys of those stages are hashed
     (RL, "parent"),  # a name: the parent's key is hashed
     (RL, "band"),  # a name: the operations of the band are hashed
+    (Combine, "of"),  # names: keys and factors are hashed
+    (Parallel, "objectives"),  # names: settings and factors are hashed
+    (Probe, "of"),  # names: there is one node for each, and its key is hashed
+    (Probe, "against"),  # a name: its key is hashed
     (Evaluation, "k"),  # read off the counts afterwards
+    # Statements about the two stages, checked and not followed.
+    (Edge, "parent"),
+    (Edge, "rate"),
+    # What is kept of a stage on its way does not change where it leads.
+    *((kind, name) for kind in (Train, RL, Parallel) for name in ("keep", "keep_doubling")),
 }
 
 # Seeds each kind of node can see; those of its parents are in their keys.
@@ -39,20 +62,25 @@ SEEDS = {
     "midtrain": ("order", "problems"),
     "sft": ("order", "problems"),
     "rl": ("order", "rollout", "problems"),
+    "combine": (),
+    "parallel": ("order", "rollout", "problems"),
     "evaluation": ("rollout", "problems"),
+    "probe": ("problems",),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The nodes of a spec by key, parents before children, and where each name leads."""
+    """The nodes of a spec by key, inputs before what reads them, and where each name leads."""
 
     spec: Spec
     nodes: dict[str, Node]
-    # Keys of corpora by name, of stages and of evaluations by (stage name, repetition).
+    # Keys of corpora by name; of stages and kept checkpoints, and of their evaluations, by (name, repetition); of
+    # probes by (probe, name, repetition).
     corpora: dict[str, str]
     stages: dict[tuple[str, int], str]
     evaluations: dict[tuple[str, int], str]
+    probes: dict[tuple[str, str, int], str]
 
     def children(self, key: str) -> list[Node]:
         """The nodes that read this one."""
@@ -60,26 +88,44 @@ class Graph:
 
 
 def build(spec: Spec) -> Graph:
-    """The graph of what the spec's arms need, for every repetition."""
+    """The graph of what the spec's arms and probes need, for every repetition."""
     return _Builder(spec).build()
 
 
-def canonical(value: Any) -> Any:
-    """What JSON is made of, for hashing: fields at their default left out, numbers of the type their field declares."""
+def canonical(value: Any, hint: Any = None) -> Any:
+    """What JSON is made of, for hashing: fields at their default left out, numbers of the type that `hint` declares, so
+    that 1 and 1.0 are one thing where a number is real and two where it counts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hints, out = get_type_hints(type(value)), {}
         for f in dataclasses.fields(value):
-            item = getattr(value, f.name)
-            if (type(value), f.name) not in NON_SEMANTIC and item != _default(f):
-                out[f.name] = canonical(float(item) if hints[f.name] is float else item)
+            if (type(value), f.name) not in NON_SEMANTIC:
+                item = canonical(getattr(value, f.name), hints[f.name])
+                if f.default is f.default_factory is dataclasses.MISSING or item != canonical(
+                    _default(f), hints[f.name]
+                ):
+                    out[f.name] = item
         return out
     if isinstance(value, Mapping):
-        return {str(key): canonical(item) for key, item in value.items()}
+        inner = _inner(hint)
+        return {str(key): canonical(item, inner) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [canonical(item) for item in value]
+        return [canonical(item, _inner(hint)) for item in value]
+    if isinstance(value, int) and not isinstance(value, bool) and _real(hint):
+        return float(value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{value!r} has no canonical form")
+
+
+def _real(hint: Any) -> bool:
+    parts: tuple[Any, ...] = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return any(part is float for part in parts)
+
+
+def _inner(hint: Any) -> Any:
+    """The type of a container's items: values of a mapping, elements of a sequence."""
+    arguments = [argument for argument in get_args(hint) if argument is not Ellipsis]
+    return arguments[-1] if arguments and get_origin(hint) not in (Union, UnionType, Literal) else None
 
 
 def digest(fields: Mapping[str, Any]) -> str:
@@ -93,17 +139,25 @@ def work(graph: Graph) -> dict[str, float]:
     sizes: dict[str, float] = {}
     for key, node in graph.nodes.items():
         config = node.config
-        if isinstance(config, Corpus):
-            sizes[key] = 2.0 * config.documents
-        elif isinstance(config, Train):
-            matched = sum(sizes[parent] for role, parent in node.parents.items() if role.startswith("match/"))
-            sizes[key] = float(config.tokens or matched)
-        elif isinstance(config, RL):
-            sizes[key] = 1.0 * config.steps * config.prompts * config.group * config.max_new_tokens
-        else:
-            operations = sum(len(band) for band in node.context.bands.values())
-            sizes[key] = 0.5 * operations * config.problems * config.samples * config.max_new_tokens
+        matched = sum(sizes[parent] for role, parent in node.parents.items() if role.startswith("match/"))
+        sizes[key] = 1.0 if node.after else _size(config, node, matched)
     return sizes
+
+
+def _size(config: Any, node: Node, matched: float) -> float:
+    if isinstance(config, Corpus):
+        return 2.0 * config.documents
+    if isinstance(config, Train):
+        tokens = config.tokens or matched or 1e5
+        return float(min(tokens, node.step * config.rows * config.row_length) if node.step else tokens)
+    if isinstance(config, RL):
+        return 1.0 * (node.step or config.steps or 10) * config.prompts * config.group * config.max_new_tokens
+    if isinstance(config, Parallel):
+        return sum((_size(part.config, part, 0.0) for part in node.objectives.values()), 0.0)
+    operations = sum(len(band) for band in node.context.bands.values())
+    if isinstance(config, Evaluation):
+        return 0.5 * operations * config.problems * config.samples * config.max_new_tokens
+    return 1e3 * operations
 
 
 def _default(f: dataclasses.Field[Any]) -> Any:
@@ -119,35 +173,78 @@ class _Builder:
         self.corpora: dict[str, str] = {}
         self.stages: dict[tuple[str, int], str] = {}
         self.evaluations: dict[tuple[str, int], str] = {}
+        self.probes: dict[tuple[str, str, int], str] = {}
 
     def build(self) -> Graph:
         for label, seeds in self.spec.seed_sets().items():
-            for stage in self.spec.arms.values():
-                self._evaluation(stage, label, seeds)
+            for reference in self.spec.arms.values():
+                parents = {"stage": self._stage(reference, label, seeds)}
+                node = self._node("evaluation", reference, label, self.spec.evaluation, parents, seeds)
+                self.evaluations[reference, label] = node.key
+            for name, probe in self.spec.probes.items():
+                for reference in probe.of:
+                    parents = {"stage": self._stage(reference, label, seeds)}
+                    if probe.against is not None:
+                        parents["against"] = self._stage(probe.against, label, seeds)
+                    node = self._node("probe", f"{name} of {reference}", label, probe, parents, seeds)
+                    self.probes[name, reference, label] = node.key
         return Graph(
             spec=self.spec,
-            nodes=self.nodes,
+            nodes=_in_order(_kept(self.nodes)),
             corpora=self.corpora,
             stages=self.stages,
             evaluations=self.evaluations,
+            probes=self.probes,
         )
 
-    def _evaluation(self, stage: str, label: int, seeds: Seeds) -> None:
-        parents = {"stage": self._stage(stage, label, seeds)}
-        node = self._node("evaluation", stage, label, self.spec.evaluation, parents, seeds)
-        self.evaluations[stage, label] = node.key
+    def _stage(self, reference: str, label: int, seeds: Seeds) -> str:
+        """Key of a stage or kept checkpoint, its node and those before it added."""
+        if (reference, label) not in self.stages:
+            name, step = split_reference(reference)
+            node = self._stage_node(name, label, seeds)
+            if step is None:
+                self.nodes.setdefault(node.key, node)
+                self.stages[reference, label] = node.key
+                for kept in getattr(node.config, "kept_steps", tuple)():
+                    self._stage(f"{name}@{kept}", label, seeds)
+            else:
+                key = checkpoint_key(node.key, step)
+                fields = node.fields | {"step": step}
+                node = dataclasses.replace(node, kind="checkpoint", name=reference, key=key, step=step, fields=fields)
+                self.nodes.setdefault(key, node)
+                self.stages[reference, label] = key
+        return self.stages[reference, label]
 
-    def _stage(self, name: str, label: int, seeds: Seeds) -> str:
-        if (name, label) not in self.stages:
-            config = self.spec.stages[name]
-            parents = {}
-            if config.parent is not None:
-                parents["parent"] = self._stage(config.parent, label, seeds)
-            if isinstance(config, Train):
-                parents["corpus"] = self._corpus(config.data)
-                parents |= {f"match/{other}": self._stage(other, label, seeds) for other in config.match}
-            self.stages[name, label] = self._node(config.kind, name, label, config, parents, seeds).key
-        return self.stages[name, label]
+    def _stage_node(self, name: str, label: int, seeds: Seeds) -> Node:
+        config = self.spec.stages[name]
+        parents = {}
+        if (parent := self.spec.parent_of(name)) is not None:
+            parents["parent"] = self._stage(parent, label, seeds)
+        objectives = {}
+        if isinstance(config, Train):
+            parents["corpus"] = self._corpus(config.data)
+            parents |= {f"match/{other}": self._stage(other, label, seeds) for other in config.match}
+        elif isinstance(config, Combine):
+            parents |= {f"of/{other}": self._stage(other, label, seeds) for other in config.of}
+        elif isinstance(config, Parallel):
+            objectives = {other: self._objective(other, config.steps, label, seeds) for other in config.objectives}
+            for other, node in objectives.items():
+                parents |= {f"{other}/{role}": key for role, key in node.parents.items() if role == "corpus"}
+        return self._made(config.kind, name, label, config, parents, seeds, objectives)
+
+    def _objective(self, name: str, steps: int, label: int, seeds: Seeds) -> Node:
+        """An objective of a parallel stage: the settings of a stage, whose budget is not used and not hashed."""
+        config = self.spec.stages[name]
+        assert isinstance(config, Train | RL)
+        if isinstance(config, RL):
+            config = dataclasses.replace(config, steps=steps, flops=None, keep=(), keep_doubling=0)
+        else:
+            tokens = steps * config.rows * config.row_length
+            config = dataclasses.replace(config, tokens=tokens, flops=None, match=(), keep=(), keep_doubling=0)
+        parents = {"parent": self._stage(str(config.parent), label, seeds)}
+        if isinstance(config, Train):
+            parents["corpus"] = self._corpus(config.data)
+        return self._made(config.kind, name, label, config, parents, seeds, {})
 
     def _corpus(self, name: str) -> str:
         if name not in self.corpora:
@@ -161,30 +258,50 @@ class _Builder:
         kind: str,
         name: str,
         label: int | None,
-        config: Corpus | Train | RL | Evaluation,
+        config: Corpus | Evaluation | Probe,
         parents: dict[str, str],
         seeds: Seeds,
     ) -> Node:
+        node = self._made(kind, name, label, config, parents, seeds, {})
+        return self.nodes.setdefault(node.key, node)
+
+    def _made(
+        self,
+        kind: str,
+        name: str,
+        label: int | None,
+        config: Corpus | StageConfig | Evaluation | Probe,
+        parents: dict[str, str],
+        seeds: Seeds,
+        objectives: dict[str, Node],
+    ) -> Node:
+        """A node with its key; it is not added."""
         bands = {} if kind == "corpus" else {name: tuple(sorted(band)) for name, band in self.spec.bands.items()}
         fields: dict[str, Any] = {
             "kind": kind,
             "epoch": EPOCHS[kind],
             "config": canonical(config),
-            # The names that a spec gives matched stages mean nothing: only whose cost is matched counts.
-            "inputs": {role: key for role, key in parents.items() if not role.startswith("match/")},
-            "task": [self.spec.task.name, canonical(getattr(self.task, "settings", self.spec.task.settings))],
+            "inputs": _inputs(config, parents),
+            "task": [
+                self.spec.task.name,
+                self.task.epoch,
+                canonical(getattr(self.task, "settings", self.spec.task.settings)),
+            ],
             "tokenizer": self.tokenizer,
             "seeds": {seed: getattr(seeds, seed) for seed in SEEDS[kind]},
         }
-        if matched := sorted(key for role, key in parents.items() if role.startswith("match/")):
-            fields["inputs"]["match"] = matched
         if kind != "corpus":
             fields["model"] = canonical(self.spec.model)
             # What is probed or sampled on; the names of bands mean nothing.
             fields["operations"] = sorted(o for band in bands.values() for o in band)
         if isinstance(config, RL):
             fields["trained_operations"] = list(bands[config.band])
-        node = Node(
+        if isinstance(config, Parallel):
+            fields["objectives"] = sorted(
+                ([float(factor), objectives[other].fields] for other, factor in config.objectives.items()),
+                key=lambda pair: json.dumps(pair, sort_keys=True),
+            )
+        return Node(
             kind=kind,
             name=name,
             seed=label,
@@ -198,5 +315,51 @@ class _Builder:
                 bands=bands,
             ),
             fields=fields,
+            objectives=objectives,
         )
-        return self.nodes.setdefault(node.key, node)
+
+
+def _inputs(config: Any, parents: Mapping[str, str]) -> dict[str, Any]:
+    """Keys of the inputs for hashing. The names that a spec gives to matched and combined stages mean nothing: only
+    what they cost, or hold, counts."""
+    named = ("match/", "of/")
+    inputs: dict[str, Any] = {
+        role: key for role, key in parents.items() if not role.startswith(named) and not role.endswith("/corpus")
+    }
+    if matched := sorted(key for role, key in parents.items() if role.startswith("match/")):
+        inputs["match"] = matched
+    if isinstance(config, Combine):
+        inputs["of"] = sorted([parents[f"of/{name}"], float(factor)] for name, factor in config.of.items())
+    return inputs
+
+
+def _kept(nodes: dict[str, Node]) -> dict[str, Node]:
+    """Of the nodes that belong to one stage, the one that goes furthest makes the others on its way."""
+    families: dict[str, list[Node]] = {}
+    for node in nodes.values():
+        families.setdefault(node.stage_key, []).append(node)
+    out = dict(nodes)
+    for family in families.values():
+        furthest = max(family, key=lambda node: math.inf if node.step is None else node.step)
+        others = [node for node in family if node is not furthest]
+        if others:
+            steps = tuple(sorted(node.step for node in others if node.step is not None))
+            out[furthest.key] = dataclasses.replace(furthest, keep=steps)
+            out |= {node.key: dataclasses.replace(node, after=furthest.key) for node in others}
+    return out
+
+
+def _in_order(nodes: dict[str, Node]) -> dict[str, Node]:
+    """Inputs before what reads them, and what makes a checkpoint before it; else the order they came in."""
+    out: dict[str, Node] = {}
+
+    def add(key: str) -> None:
+        if key not in out:
+            node = nodes[key]
+            for before in (*node.parents.values(), *([node.after] if node.after else [])):
+                add(before)
+            out[key] = node
+
+    for key in nodes:
+        add(key)
+    return out

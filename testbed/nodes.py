@@ -1,6 +1,7 @@
 """One piece of work: what a node of the stage graph is told, as plain dataclasses.
 
-corpus ──> pretrain ──> midtrain / sft / rl ──> ... ──> evaluation
+corpus ──> pretrain ──> midtrain / sft / rl / parallel / combine ──> ... ──> evaluation, probe
+               └──> pretrain@200 (a kept checkpoint) ──> ...
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from models.config import ModelConfig
 from synthetic_tasks import Task, Tokenizer, get_task
 from synthetic_tasks.corpus import Component
-from testbed.config import RL, Config, Evaluation, Train
+from testbed.config import Config, Evaluation, Probe, StageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,34 +67,68 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One stage, evaluation or corpus of one repetition, and the key of the artifact it makes."""
+    """One piece of work of one repetition, and the key of the artifact it makes."""
 
-    # corpus, pretrain, midtrain, sft, rl or evaluation
+    # corpus, a kind of stage, checkpoint, evaluation or probe
     kind: str
-    # The spec's name for it; not part of the key.
+    # The spec's name for it, `stage@step` for a checkpoint; not part of the key.
     name: str
     # Label of the repetition; corpora belong to all.
     seed: int | None
     key: str
-    config: Corpus | Train | RL | Evaluation
-    # Keys of the artifacts it reads, by role: parent, corpus, match/<stage>, stage.
+    config: Corpus | StageConfig | Evaluation | Probe
+    # Keys of the artifacts it reads, by role: parent, corpus, match/<stage>, of/<stage>, stage, against, and
+    # <objective>/corpus of a parallel stage.
     parents: dict[str, str]
     context: Context
     # What was hashed into the key; kept in the manifest.
     fields: dict[str, Any] = field(default_factory=dict)
+    # Of a checkpoint: the step of its stage.
+    step: int | None = None
+    # Steps whose checkpoints are published on the way.
+    keep: tuple[int, ...] = ()
+    # Key of the node that makes this one on its way, if it is made in the same run.
+    after: str | None = None
+    # The objectives of a parallel stage, by name.
+    objectives: dict[str, Node] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         """Name for people: `mid, seed 0`, `evaluation of mid, seed 0`."""
-        what = {"corpus": f"corpus {self.name}", "evaluation": f"evaluation of {self.name}"}.get(self.kind, self.name)
+        what = {
+            "corpus": f"corpus {self.name}",
+            "evaluation": f"evaluation of {self.name}",
+            "probe": f"probe {self.name}",
+        }.get(self.kind, self.name)
         return what if self.seed is None else f"{what}, seed {self.seed}"
+
+    @property
+    def stage_key(self) -> str:
+        """Key of the stage that a checkpoint belongs to; a node's own otherwise."""
+        return self.key.partition("@")[0]
+
+
+SHELVES = {"corpus": "corpora", "checkpoint": "checkpoints", "evaluation": "evaluations", "probe": "probes"}
 
 
 def shelf(kind: str) -> str:
-    """Folder of the store in which artifacts of a kind stand; all training stages share one."""
-    return {"corpus": "corpora", "evaluation": "evaluations"}.get(kind, "stages")
+    """Folder of the store in which artifacts of a kind stand; all stages share one."""
+    return SHELVES.get(kind, "stages")
 
 
-def shelf_of_role(role: str) -> str:
-    """Folder in which an input stands, by its role."""
-    return "corpora" if role == "corpus" else "stages"
+def shelf_of_input(role: str, key: str) -> str:
+    """Folder in which an input stands: checkpoints are told by their keys, corpora by their role."""
+    if "@" in key:
+        return SHELVES["checkpoint"]
+    return SHELVES["corpus"] if role.rpartition("/")[2] == "corpus" else "stages"
+
+
+def checkpoint_key(stage: str, step: int) -> str:
+    """Of the checkpoint after `step` steps of the stage with that key."""
+    return f"{stage}@{step}"
+
+
+def split_reference(reference: str) -> tuple[str, int | None]:
+    """`pretrain@200` names the checkpoint after 200 steps of `pretrain`; without a step the stage itself is meant."""
+    name, at, step = reference.partition("@")
+    return (name, int(step)) if at and step.isdigit() and int(step) > 0 else (reference, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,16 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
     if step < total - decay:
         return 1.0
     return 1.0 + (schedule.final - 1.0) * (step - (total - decay) + 1) / (decay + 1)
+
+
+def rate_state(schedule: Schedule, steps: int, total: int) -> Literal["annealed", "stable", "annealing"]:
+    """How the learning rate is left after `steps` of `total`: before its decay, in it, or at its end."""
+    if schedule.shape == "constant" or (schedule.shape == "wsd" and (schedule.decay == 0 or schedule.final == 1)):
+        return "stable"
+    begins = round(schedule.warmup * total) if schedule.shape == "cosine" else total - round(schedule.decay * total)
+    if steps >= total:
+        return "annealed"
+    return "annealing" if steps > begins or schedule.shape == "cosine" else "stable"
 
 
 # Quintic coefficients of Jordan et al., "Muon" (2024): they push every singular value to about 1 in five rounds.

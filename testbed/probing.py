@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import torch
 
+from models.flops import Shape, causal_pairs
 from models.transformer import Transformer
 from synthetic_tasks import Problem, Task, Tokenizer
 
@@ -69,6 +70,17 @@ def teacher_forced(
                 )
     model.train(was_training)
     return pd.DataFrame(rows)
+
+
+def teacher_forced_shapes(tokenizer: Tokenizer, problems: Mapping[int, Sequence[Problem]]) -> tuple[Shape, Shape]:
+    """What `teacher_forced` goes over, useful and as executed."""
+    useful = executed = Shape()
+    for some in problems.values():
+        _, numbers, _ = documents(tokenizer, some)
+        lengths = numbers.sum(1).tolist()
+        useful += Shape(sum(lengths), sum(causal_pairs(0, length) for length in lengths), sum(lengths))
+        executed += Shape.dense(*numbers.shape)
+    return useful, executed
 
 
 def unlearnt_lookups(roles: pd.DataFrame) -> list[int]:

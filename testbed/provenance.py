@@ -11,7 +11,7 @@ from typing import Any
 import analysis
 from analysis.claims import ClaimResult
 from analysis.claims import table as claims_table
-from testbed.execute import versions
+from testbed.conditions import versions
 from testbed.schema import Spec
 from testbed.store import Store
 from testbed.tables import Tables

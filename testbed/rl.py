@@ -11,7 +11,8 @@ place in the batch, so equal problems stay apart. The end token is trained; what
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.flops import TRAIN, causal_pairs, forward_flops
+from models.flops import TRAIN, Shape, causal_pairs
 from models.noise import Noise, uniforms
-from models.sampler import Samples, sample
+from models.sampler import Samples, sample, sampling_shape
 from models.transformer import Transformer, token_log_probs
 from synthetic_tasks import Problem, Task, Tokenizer, Verdict
 from testbed import optim, runtime
 from testbed.config import RL
+from testbed.ledger import Ledger, interplay_rl
 from testbed.nodes import Node
+from testbed.ranks import ALONE, Ranks
+from testbed.saves import Saves
 from testbed.tracking import Tracker
+from testbed.trainer import Learner, train
 
+# What a stage counts, over all its batches.
+COUNTS = ("steps", "tokens", "samples", "sampled_tokens", "groups", "groups_with_signal", "rows")
 # Added to a group's standard deviation.
 STD_EPS = 1e-4
 # Log-ratios are held in this range before exp, so that none overflows.
@@ -104,12 +111,14 @@ class Rollouts:
 
 
 def roll_out(
-    model: Transformer, tokenizer: Tokenizer, task: Task, problems: Sequence[Problem], config: RL, noise: Noise
-) -> Rollouts:
-    """Sample and judge `group` completions of each problem."""
+    model: Transformer, tokenizer: Tokenizer, task: Task, problems: Sequence[Problem], config: RL, noise: Noise, *,
+    first: int = 0,
+) -> Rollouts:  # fmt: skip
+    """Sample and judge `group` completions of each problem; `first` is the place of the first in the whole batch, which
+    names its noise."""
     prompts = [tokenizer.encode_prompt(problem.prompt) for problem in problems]
     drawn = sample(
-        model, prompts, range(len(prompts)), samples=config.group, max_new_tokens=config.max_new_tokens,
+        model, prompts, range(first, first + len(prompts)), samples=config.group, max_new_tokens=config.max_new_tokens,
         end=tokenizer.eos, pad=tokenizer.pad, noise=noise, temperature=config.temperature,
     )  # fmt: skip
     rows = range(len(problems) * config.group)
@@ -119,7 +128,7 @@ def roll_out(
         )
         for row in rows
     ]
-    places = torch.arange(len(rows))
+    places = torch.arange(len(rows)) + first * config.group
     coin_noise = Noise(seed=noise.seed, purpose=f"{noise.purpose}/coin", step=noise.step)
     coins = uniforms(coin_noise.keys(places // config.group, places % config.group), 0).tolist()
     rewards = np.array([reward_of(config.reward, *pair) for pair in zip(verdicts, coins, strict=True)])
@@ -148,8 +157,14 @@ class Micro:
         return token_log_probs(model(self.tokens, documents=self.documents)[:, :-1], self.tokens[:, 1:], temperature)
 
     @property
-    def pairs(self) -> int:
-        return sum(causal_pairs(0, int(n)) for n in self.documents.sum(1))
+    def useful(self) -> Shape:
+        """Real tokens and visible pairs."""
+        lengths = self.documents.sum(1).tolist()
+        return Shape(sum(lengths), sum(causal_pairs(0, int(n)) for n in lengths), sum(lengths))
+
+    @property
+    def executed(self) -> Shape:
+        return Shape.dense(*self.tokens.shape)
 
 
 def micro_batches(rollouts: Rollouts, advantages: NDArray[np.float64], config: RL, pad: int) -> list[Micro]:
@@ -203,15 +218,17 @@ class Update:
 
 def update(
     model: Any, optimizers: Sequence[Any], micros: Sequence[Micro], tokens: int, config: RL, *,
-    raw: Transformer, backward: Any, where: str, reference: Transformer | None = None,
+    raw: Transformer, where: str, reference: Transformer | None = None, ranks: Ranks = ALONE,
 ) -> Update:  # fmt: skip
-    """Take `config.updates` optimizer steps on a batch; none where no row has a gradient.
+    """Take `config.updates` optimizer steps on a batch; none where no row of any rank has a gradient.
 
-    tokens: completion tokens of the whole step, the denominator of every term. The ratio is to the trainer's own
-    log-probabilities before the first step, so it is exactly 1 there.
+    tokens: completion tokens of the whole step over all ranks, the denominator of every term. The ratio is to the
+    trainer's own log-probabilities before the first step, so it is exactly 1 there.
     """
     done = Update()
-    if not micros:
+    # Ranks take part in the same number of backward passes; one that has fewer rows takes empty ones.
+    most = int(ranks.maximum(len(micros)))
+    if most == 0:
         return done
     if reference is not None:
         with torch.no_grad():
@@ -219,127 +236,178 @@ def update(
                 micro.reference = micro.log_probs(reference, config.temperature)
     for step in range(config.updates):
         outside = 0
-        for micro in micros:
-            log_probs = micro.log_probs(model, config.temperature)
-            if step == 0:
-                micro.old = log_probs.detach()
-                gap = torch.where(micro.mask, (micro.old - micro.sampled).abs(), 0.0)
-                done.sampler_gap = max(done.sampler_gap, float(gap.max()))
-            assert micro.old is not None
-            loss = policy_loss(
-                log_probs, micro.old, micro.advantages, micro.mask,
-                clip_low=config.clip_low, clip_high=config.clip_high,
-            )  # fmt: skip
-            if micro.reference is not None:
-                penalty = k3(log_probs, micro.reference, micro.mask)
-                loss = loss + config.kl * penalty
-                done.kl += float(penalty.detach()) / tokens if step == 0 else 0.0
-            if not torch.isfinite(loss):
-                raise FloatingPointError(f"{where}: the loss is {float(loss)}; no step was taken")
-            backward(loss / tokens)
+        for number in range(most):
+            with ranks.adding(model, last=number == most - 1):
+                if number >= len(micros):
+                    nothing = model(torch.zeros(1, 1, dtype=torch.long, device=raw.embedding.weight.device))
+                    ranks.backward(0.0 * nothing.sum())
+                    continue
+                micro = micros[number]
+                log_probs = micro.log_probs(model, config.temperature)
+                if step == 0:
+                    micro.old = log_probs.detach()
+                    gap = torch.where(micro.mask, (micro.old - micro.sampled).abs(), 0.0)
+                    done.sampler_gap = max(done.sampler_gap, float(gap.max()))
+                assert micro.old is not None
+                loss = policy_loss(
+                    log_probs, micro.old, micro.advantages, micro.mask,
+                    clip_low=config.clip_low, clip_high=config.clip_high,
+                )  # fmt: skip
+                if micro.reference is not None:
+                    penalty = k3(log_probs, micro.reference, micro.mask)
+                    loss = loss + config.kl * penalty
+                    done.kl += float(penalty.detach()) / tokens if step == 0 else 0.0
+                if not torch.isfinite(loss):
+                    raise FloatingPointError(f"{where}: the loss is {float(loss)}; no step was taken")
+                ranks.backward(loss / tokens)
             ratio = (log_probs.detach() - micro.old).exp()
             beyond = (ratio < 1 - config.clip_low) | (ratio > 1 + config.clip_high)
             outside += int((beyond & micro.mask).sum())
         done.grad_norm = runtime.finite_norm(raw, config.optimizer.clip, where)
-        done.clipped = outside / tokens
+        done.clipped = ranks.sums([outside])[0] / tokens
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         done.steps += 1
+    done.sampler_gap, (done.kl,) = ranks.maximum(done.sampler_gap), ranks.sums([done.kl])
     return done
 
 
-def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
-    """Train one RL stage and write its checkpoint; returns what the stages table needs."""
-    config = node.config
-    assert isinstance(config, RL)
-    fabric = runtime.fabric()
-    task, tokenizer = node.context.task_and_tokenizer()
-    raw = runtime.load_parent(inputs["parent"], tokenizer)
-    reference = copy.deepcopy(raw).to(fabric.device) if config.kl > 0 else None
-    before = runtime.flat(raw)
-    optimizers = optim.build(raw, config.optimizer)
-    model, *wrapped = fabric.setup(raw, *optimizers)
-    raw.eval()  # there is no dropout, and scoring equals sampling
-    seeds = node.context.seeds
-    stream = runtime.derive(seeds.problems, f"rl problems, order {seeds.order}")
-    weights = {operations: 1.0 for operations in node.context.bands[config.band]}
+class Policy(Learner):
+    """An RL stage."""
 
-    counts = dict.fromkeys(("tokens", "samples", "sampled_tokens", "groups", "groups_with_signal", "rows"), 0)
-    flops = 0.0
-    for step in range(config.steps):
-        problems = task.sample_batch(
-            seed=stream, start=step * config.prompts, count=config.prompts, operations=weights, split="train"
-        )
-        noise = Noise(seed=seeds.rollout, purpose="rl", step=step)
-        rollouts = roll_out(raw, tokenizer, task, problems, config, noise)
-        advantages = group_advantages(rollouts.rewards, scale_by_std=config.scale_by_std)
-        micros = micro_batches(rollouts, advantages, config, tokenizer.pad)
-        optim.set_rate(optimizers, config.optimizer, rate := optim.factor(config.schedule, step, config.steps))
-        lengths = rollouts.samples.lengths
-        sampled = int(lengths.sum())
-        done = update(
-            model, wrapped, micros, sampled, config,
-            raw=raw, backward=fabric.backward, where=f"{node.label}, step {step + 1}", reference=reference,
+    def __init__(self, node: Node, inputs: Mapping[str, Path]) -> None:
+        config = node.config
+        assert isinstance(config, RL)
+        self.node, self.config = node, config
+        fabric = runtime.fabric()
+        self.ranks = Ranks(fabric)
+        self.task, self.tokenizer = node.context.task_and_tokenizer()
+        parent = inputs["parent"]
+        self.raw, self.optimizers = runtime.start(node, parent, self.tokenizer, config.optimizer, fabric.device)
+        self.reference = copy.deepcopy(self.raw) if config.kl > 0 else None
+        self.before = runtime.flat(self.raw)
+        self.model, *self.wrapped = fabric.setup(self.raw, *self.optimizers)
+        self.raw.eval()  # there is no dropout, and scoring equals sampling
+        self.ledger = Ledger(node.context.model, len(self.tokenizer))
+        self.positions = runtime.positions_of(parent)
+        seeds = node.context.seeds
+        self.stream = runtime.derive(seeds.problems, f"rl problems, order {seeds.order}")
+        self.weights = {operations: 1.0 for operations in node.context.bands[config.band]}
+        self.total = config.steps
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    def step(self, step: int) -> Mapping[str, float]:
+        config, ranks = self.config, self.ranks
+        mine = ranks.share(config.prompts)
+        problems = self.task.sample_batch(
+            seed=self.stream, start=step * config.prompts + mine.start, count=len(mine), operations=self.weights,
+            split="train",
         )  # fmt: skip
-
-        flops += _flops(raw, rollouts, micros, done.steps, reference is not None)
-        signal = int((rollouts.rewards.max(axis=1) > rollouts.rewards.min(axis=1)).sum())
-        trained = sum(int(micro.documents.sum()) for micro in micros) * done.steps
-        new = {
-            "tokens": trained,
-            "samples": len(lengths),
-            "sampled_tokens": sampled,
-            "groups": config.prompts,
-            "groups_with_signal": signal,
-            "rows": sum(len(micro.tokens) for micro in micros) * done.steps,
-        }
-        counts = {name: counts[name] + new[name] for name in counts}
-        tracker.log(
-            step + 1,
-            config.steps,
-            reward=float(rollouts.rewards.mean()),
-            strict=float(np.mean([v.strict for v in rollouts.verdicts])),
-            answer=float(np.mean([v.answer_correct for v in rollouts.verdicts])),
-            signal_share=signal / config.prompts,
-            length=float(lengths.double().mean()),
-            truncated=1 - float(rollouts.samples.ended.double().mean()),
-            lr=config.optimizer.lr * rate,
-            grad_norm=done.grad_norm,
-            sampler_gap=done.sampler_gap,
-            clipped=done.clipped,
-            **({"kl": done.kl} if reference is not None else {}),
-            tokens=counts["tokens"] + counts["sampled_tokens"],
-            flops=flops,
+        noise = Noise(seed=self.node.context.seeds.rollout, purpose="rl", step=step)
+        rollouts = roll_out(self.raw, self.tokenizer, self.task, problems, config, noise, first=mine.start)
+        advantages = group_advantages(rollouts.rewards, scale_by_std=config.scale_by_std)
+        micros = micro_batches(rollouts, advantages, config, self.tokenizer.pad)
+        # Without a budget of steps the rate is constant.
+        rate = optim.factor(config.schedule, step, config.steps or step + 1)
+        optim.set_rate(self.optimizers, config.optimizer, rate)
+        lengths, verdicts = rollouts.samples.lengths, rollouts.verdicts
+        # Sums over all ranks, of which the metrics are made.
+        sampled, samples, reward, strict, answer, ended, signal = ranks.sums(
+            [
+                int(lengths.sum()),
+                len(lengths),
+                float(rollouts.rewards.sum()),
+                sum(v.strict for v in verdicts),
+                sum(v.answer_correct for v in verdicts),
+                int(rollouts.samples.ended.sum()),
+                int((rollouts.rewards.max(axis=1) > rollouts.rewards.min(axis=1)).sum()),
+            ]
         )
-    runtime.save_model(out, raw, tokenizer)
-    return {
-        "steps": config.steps,
-        **counts,
-        "flops": flops,
-        "weight_change": runtime.relative_change(before, runtime.flat(raw)),
-        "positions": runtime.positions_of(inputs["parent"]),
-        "parameters": raw.parameter_count(),
-        "device": str(fabric.device),
-        "dtype": "float32",
-    }
+        done = update(
+            self.model, self.wrapped, micros, int(sampled), config,
+            raw=self.raw, where=f"{self.node.label}, step {step + 1}", reference=self.reference, ranks=ranks,
+        )  # fmt: skip
+        trained, rows = self._enter(rollouts, micros, done.steps)
+        new = {
+            "steps": 1,
+            "tokens": trained,
+            "samples": int(samples),
+            "sampled_tokens": int(sampled),
+            "groups": config.prompts,
+            "groups_with_signal": int(signal),
+            "rows": rows,
+        }
+        self.counts = {name: self.counts[name] + new[name] for name in COUNTS}
+        return {
+            "reward": reward / samples,
+            "strict": strict / samples,
+            "answer": answer / samples,
+            "signal_share": signal / config.prompts,
+            "length": sampled / samples,
+            "truncated": 1 - ended / samples,
+            "lr": config.optimizer.lr * rate,
+            "grad_norm": done.grad_norm,
+            "sampler_gap": done.sampler_gap,
+            "clipped": done.clipped,
+            **({"kl": done.kl} if self.reference is not None else {}),
+            "tokens": self.counts["tokens"] + self.counts["sampled_tokens"],
+            "flops": self.ledger.flops,
+        }
+
+    def done(self, steps: int) -> bool:
+        if self.total is not None:
+            return steps >= self.total
+        return self.ledger.flops >= float(self.config.flops or 0)
+
+    def expected(self, steps: int) -> int:
+        if self.total is not None:
+            return self.total
+        return max(steps, math.ceil(steps * float(self.config.flops or 0) / self.ledger.flops))
+
+    def record(self) -> dict[str, Any]:
+        return {"counts": self.counts, "ledger": self.ledger.record()}
+
+    def restore(self, record: dict[str, Any]) -> None:
+        self.counts = record["counts"]
+        self.ledger.restore(record["ledger"])
+
+    def summary(self) -> dict[str, Any]:
+        config, parameters = self.config, self.raw.parameter_count()
+        return {
+            **self.counts,
+            "flops": self.ledger.flops,
+            "flops_interplay": interplay_rl(
+                parameters, self.counts["samples"], self.raw.config.max_length, reference=self.reference is not None
+            ),
+            "ledger": self.ledger.record(),
+            "weight_change": runtime.relative_change(self.before, runtime.flat(self.raw)),
+            "rate_state": optim.rate_state(config.schedule, self.counts["steps"], config.steps or 0),
+            "positions": self.positions,
+            "parameters": parameters,
+            **runtime.conditions(),
+        }
+
+    def _enter(self, rollouts: Rollouts, micros: Sequence[Micro], updates: int) -> tuple[int, int]:
+        """Enter a batch into the ledger, over all ranks; returns trained tokens and rows.
+
+        Sampling, then forward and backward of the trained rows.
+        """
+        useful = sampling_shape(rollouts.prompts, rollouts.samples)
+        micro = sum((m.useful for m in micros), Shape())
+        padded = sum((m.executed for m in micros), Shape())
+        executed = rollouts.samples.executed
+        rows = sum(len(m.tokens) for m in micros)
+        here = [v for shape in (useful, executed, micro, padded) for v in (shape.tokens, shape.pairs, shape.read)]
+        every = [int(value) for value in self.ranks.sums([*here, rows])]
+        useful, executed, micro, padded = (Shape(*every[i : i + 3]) for i in range(0, 12, 3))
+        self.ledger.add("rollout", useful, executed)
+        self.ledger.add("training", micro, padded, passes=TRAIN, times=updates)
+        if self.reference is not None and updates:
+            self.ledger.add("reference", micro, padded)
+        return micro.tokens * updates, every[12] * updates
 
 
-def _flops(model: Transformer, rollouts: Rollouts, micros: Sequence[Micro], steps: int, reference: bool) -> float:
-    """FLOPs of a batch: each prompt is read once for one row of logits, and of a sample every token but the last is fed
-    back; then forward and backward of the trained rows."""
-    lengths = rollouts.samples.lengths.view(len(rollouts.prompts), rollouts.group).tolist()
-    prompts = [len(prompt) for prompt in rollouts.prompts]
-    fed = [[length - 1 for length in group] for group in lengths]
-    again = sum(map(sum, fed))
-    pairs = sum(causal_pairs(0, n) for n in prompts)
-    pairs += sum(causal_pairs(n, length) for n, group in zip(prompts, fed, strict=True) for length in group)
-    trained = {
-        "tokens": sum(int(micro.documents.sum()) for micro in micros),
-        "pairs": sum(micro.pairs for micro in micros),
-    }
-    passes = TRAIN * steps + (1.0 if reference and micros else 0.0)
-    sampling = forward_flops(
-        model.config, model.vocabulary, tokens=sum(prompts) + again, pairs=pairs, read=len(prompts) + again
-    )
-    return sampling + passes * forward_flops(model.config, model.vocabulary, **trained)
+def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Saves | None = None) -> dict[str, Any]:
+    """Train one RL stage and write its checkpoint; returns what the stages table needs."""
+    return train(Policy(node, inputs), out, tracker, saves)

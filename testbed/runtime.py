@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Sequence
@@ -12,23 +13,109 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.strategies.ddp import DDPStrategy
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from models.config import ModelConfig
 from models.transformer import Transformer
 from synthetic_tasks import Tokenizer
+from testbed import optim, ranks
+from testbed.config import Edge, Optimizer
+from testbed.nodes import Node
 from testbed.store import MANIFEST
 
-OPTIMIZERS = "optimizer.pt"
+MODEL = "model.safetensors"
+OPTIMIZERS = "optimizer.safetensors"
 
 
 def fabric() -> Fabric:
-    """Lightning Fabric on one device, a CUDA GPU where there is one, in fp32."""
+    """Lightning Fabric in fp32 on a CUDA GPU where there is one: one device, or one a rank (`testbed.ranks`)."""
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    engine = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1, precision="32-true")
+    rank, size = ranks.here()
+    several: dict[str, Any] = {}
+    if size > 1:
+        # Buffers are constants; the setting changed its name in torch 2.13.
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+        still: dict[str, Any] = {buffers: False}
+        several = {"strategy": DDPStrategy(**still), "plugins": [_Started(rank, size)]}
+    engine = Fabric(
+        accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=size, precision="32-true", **several
+    )
     engine.launch()
     return engine
+
+
+class _Started(ClusterEnvironment):
+    """Tells Fabric that the ranks are there and have found each other."""
+
+    creates_processes_externally = True
+    main_address = ranks.LOOPBACK
+    main_port = 0
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        assert size == self._size
+
+    def global_rank(self) -> int:
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == self._rank
+
+    def local_rank(self) -> int:
+        return self._rank
+
+    def node_rank(self) -> int:
+        return 0
+
+
+def conditions() -> dict[str, Any]:
+    """What a summary tells of the numeric class."""
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return {"device": device, "dtype": "float32", "devices": ranks.here()[1]}
+
+
+def start(
+    node: Node, parent: Path | None, tokenizer: Tokenizer, config: Optimizer, device: torch.device
+) -> tuple[Transformer, list[torch.optim.Optimizer]]:
+    """The model a stage starts with, on its device, and its optimizers, with the parent's moments where the edge
+    carries them.
+
+    Raises ValueError where the parent is not what the edge states, or has nothing to carry.
+    """
+    if parent is None:
+        torch.manual_seed(node.context.seeds.init)
+        model = Transformer(node.context.model, len(tokenizer))
+    else:
+        model = load_parent(parent, tokenizer)
+    # Moved first: a parent's moments are loaded to where the weights are.
+    model = model.to(device)
+    optimizers = optim.build(model, config)
+    edge: Edge | None = getattr(node.config, "edge", None)
+    if parent is not None and edge is not None:
+        left = summary_of(parent).get("rate_state", edge.parent)
+        if left != edge.parent:
+            raise ValueError(
+                f"edge.parent is stated as {edge.parent}, but the learning rate of the checkpoint was {left}: "
+                "name a step before the decay"
+            )
+        if edge.optimizer == "carry":
+            load_optimizers(parent, optimizers)
+    return model, optimizers
 
 
 def derive(seed: int, purpose: str) -> int:
@@ -55,9 +142,19 @@ def save_model(out: Path, model: Transformer, tokenizer: Tokenizer) -> None:
     state = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
     if model.config.tied:
         del state["head.weight"]
-    save_file(state, out / "model.safetensors")
+    _save(state, out / MODEL)
     (out / "model.json").write_text(json.dumps(dataclasses.asdict(model.config), indent=1) + "\n", encoding="utf-8")
     tokenizer.save(out / "tokenizer.json")
+
+
+def _save(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write safetensors. Raises OSError where that is not possible, as other files do."""
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    # It makes files that their owner alone may read; others may read what they may of the folder.
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def load_model(path: Path) -> tuple[Transformer, Tokenizer]:
@@ -65,10 +162,7 @@ def load_model(path: Path) -> tuple[Transformer, Tokenizer]:
     tokenizer = Tokenizer.load(path / "tokenizer.json")
     config = ModelConfig(**json.loads((path / "model.json").read_text(encoding="utf-8")))
     model = Transformer(config, len(tokenizer))
-    state = load_file(path / "model.safetensors")
-    if config.tied:
-        state["head.weight"] = state["embedding.weight"]
-    model.load_state_dict(state)
+    load_weights(path, model)
     return model.eval(), tokenizer
 
 
@@ -83,26 +177,47 @@ def load_parent(path: Path, tokenizer: Tokenizer) -> Transformer:
     return model
 
 
+def load_weights(path: Path, model: Transformer) -> None:
+    """Read the weights of a folder into a model of the same shape, in place."""
+    state = load_file(path / MODEL)
+    if model.config.tied:
+        state["head.weight"] = state["embedding.weight"]
+    model.load_state_dict(state)
+
+
 def save_optimizers(out: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    torch.save([optimizer.state_dict() for optimizer in optimizers], out / OPTIMIZERS)
+    """Write the moments of every parameter by its place, `<optimizer>.<parameter>.<name>`."""
+    tensors = {
+        f"{number}.{place}.{name}": value.detach().cpu().contiguous()
+        for number, optimizer in enumerate(optimizers)
+        for place, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+    _save(tensors, out / OPTIMIZERS, {"layout": json.dumps(_layout(optimizers))})
 
 
 def load_optimizers(path: Path, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Carry moments over; rates and other settings stay those of the new stage.
+    """Read moments; rates and other settings stay those of the optimizers given.
 
-    Raises ValueError where the parent left no state or that of other optimizers.
+    Raises ValueError where the folder holds none, or those of other optimizers.
     """
     if not (path / OPTIMIZERS).exists():
-        raise ValueError("the parent stage kept no optimizer state (rl does not): set `parent_optimizer: reset`")
-    states = torch.load(path / OPTIMIZERS, map_location="cpu", weights_only=True)
-    shapes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
-    if shapes != [[len(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]:
-        raise ValueError("the parent stage used other optimizers: set `parent_optimizer: reset`")
+        raise ValueError("the parent stage left no optimizer state: set `edge.optimizer: reset`")
+    with safe_open(path / OPTIMIZERS, framework="pt") as file:
+        layout = json.loads(file.metadata()["layout"])
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in layout]
+        for key in file.keys():  # noqa: SIM118 (no mapping)
+            number, place, name = key.split(".")
+            states[int(number)].setdefault(int(place), {})[name] = file.get_tensor(key)
+    if layout != _layout(optimizers):
+        raise ValueError("the parent stage used other optimizers: set `edge.optimizer: reset`")
     for optimizer, state in zip(optimizers, states, strict=True):
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _layout(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
+    """What tells optimizers apart: their kinds and how many parameters their groups hold."""
+    return [[type(o).__name__, [len(group["params"]) for group in o.param_groups]] for o in optimizers]
 
 
 def flat(model: nn.Module) -> Tensor:

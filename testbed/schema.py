@@ -16,10 +16,10 @@ from analysis.claims import Claim
 from models.config import ModelConfig
 from synthetic_tasks import Task, get_task
 from synthetic_tasks.corpus import Component, with_replay
-from testbed.config import RL, Evaluation, Train
-from testbed.nodes import Seeds
+from testbed.config import RL, Combine, Evaluation, Parallel, Probe, Train
+from testbed.nodes import Seeds, split_reference
 
-Stage = Annotated[Train | RL, Field(discriminator="kind")]
+Stage = Annotated[Train | RL | Combine | Parallel, Field(discriminator="kind")]
 
 
 class TaskSpec(BaseModel):
@@ -100,8 +100,10 @@ class Spec(BaseModel):
     bands: dict[str, tuple[int, ...]]
     data: dict[str, Data]
     stages: dict[str, Stage]
-    # The final stage of every arm.
+    # The final stage, or kept checkpoint `stage@step`, of every arm.
     arms: dict[str, str]
+    # What is read off checkpoints beside their evaluation.
+    probes: dict[str, Probe] = {}
     # The arm whose result a gain is measured from, where it is not the one that `parent_arms` finds.
     parents: dict[str, str] = {}
     evaluation: Evaluation = Evaluation()
@@ -161,7 +163,7 @@ class Spec(BaseModel):
         return None
 
     def _anneals(self, stage: str, stable: str) -> bool:
-        one, other = self.stages[stage], self.stages[stable]
+        one, other = self.stages[split_reference(stage)[0]], self.stages[split_reference(stable)[0]]
         return (
             isinstance(one, Train)
             and isinstance(other, Train)
@@ -170,13 +172,30 @@ class Spec(BaseModel):
             and not one.match
         )
 
-    def lineage(self, stage: str) -> tuple[str, ...]:
-        """The stage and its ancestors, the root first."""
+    def parent_of(self, reference: str) -> str | None:
+        """The stage or checkpoint that a stage (or the stage of a checkpoint) continues; None where there is none, or
+        where several are combined."""
+        stage = self.stages[split_reference(reference)[0]]
+        if isinstance(stage, Parallel):
+            # `checks` sees to it that all objectives have the same.
+            return self.stages[next(iter(stage.objectives))].parent
+        return stage.parent
+
+    def parents_of(self, reference: str) -> tuple[str, ...]:
+        """Every stage or checkpoint whose weights enter."""
+        stage = self.stages[split_reference(reference)[0]]
+        if isinstance(stage, Combine):
+            return tuple(stage.of)
+        parent = self.parent_of(reference)
+        return () if parent is None else (parent,)
+
+    def lineage(self, reference: str) -> tuple[str, ...]:
+        """The stage or checkpoint and its ancestors, the root first; a combination begins its own."""
         chain: list[str] = []
-        name: str | None = stage
+        name: str | None = reference
         while name is not None:
             chain.append(name)
-            name = self.stages[name].parent
+            name = self.parent_of(name)
         return tuple(reversed(chain))
 
     def components(self, name: str) -> list[Component]:

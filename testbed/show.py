@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,10 +14,8 @@ from rich.table import Table
 
 import analysis
 from analysis import claims, compute
-from testbed.graph import Graph, work
-from testbed.nodes import shelf
+from testbed.planning import Plan, PlannedNode
 from testbed.schema import Spec
-from testbed.store import Store
 from testbed.tables import Tables
 from testbed.tracking import duration, quantity
 
@@ -116,18 +115,88 @@ def costs(tables: Tables) -> Table:
     return table
 
 
-def plan(graph: Graph, store: Store) -> Table:
-    """What a run would do: every node, whether the store has it, and its share of the work still to do."""
-    sizes = work(graph)
-    have = {key: store.has(shelf(node.kind), key) for key, node in graph.nodes.items()}
-    rest = sum(size for key, size in sizes.items() if not have[key])
-    todo = len(have) - sum(have.values())
-    table = _table(f"{graph.spec.name}: {todo} of {len(have)} nodes to make in {store.root}", "kind", "node", "key")
-    table.add_column("state")
-    table.add_column("share of the work", justify="right")
-    for key, node in graph.nodes.items():
-        share = "" if have[key] else f"{sizes[key] / rest:.0%}"
-        table.add_row(node.kind, node.label, key[:12], "in the store" if have[key] else "to make", share)
+def plan(planned: Plan, *, every: bool = False) -> list[Table]:
+    """What a run would do: the nodes with their state and cost, and the totals.
+
+    every: one row a node; else one for what differs by its repetition alone, with the numbers of one on average.
+    """
+    names, todo = " and ".join(planned.specs), len(planned.to_do)
+    table = _table(f"{names}: {todo} of {len(planned)} nodes to make in {planned.store}", "kind", "node")
+    table.caption = "tokens: trained; of a corpus, what it holds"
+    table.add_column("seed" if every else "seeds", justify="right")
+    for column in ("key", "from", "edge", "state"):
+        table.add_column(column)
+    for column in ("tokens", "sampled", "FLOPs", "params", "memory", "time"):
+        table.add_column(column, justify="right")
+    several = len(set(planned.specs)) > 1
+    if several:
+        table.add_column("for")
+    for group in [[node] for node in planned] if every else _repetitions(planned):
+        first = group[0]
+        cells = [first.kind, first.name]
+        cells.append("" if first.seed is None else str(first.seed if every else len(group)))
+        cells += [first.key[:8] + "…" * (len(group) > 1), first.parent or "", _crossing(first.edge), _states(group)]
+        for values, form in (
+            ([node.tokens for node in group], quantity),
+            ([node.sampled_tokens for node in group], quantity),
+            ([node.flops for node in group], quantity),
+            ([node.parameters for node in group], quantity),
+            ([node.memory_bytes for node in group], lambda value: f"{quantity(value)}B"),
+            ([node.seconds for node in group], duration),
+        ):
+            known = [value for value in values if value]
+            cells.append(form(sum(known) / len(known)) if known else "")
+        table.add_row(*cells, *([", ".join(first.specs)] if several else []))
+    return [table, _plan_totals(planned)]
+
+
+def failures(planned: Plan) -> list[str]:
+    """Why nodes of a plan failed, a line each."""
+    return [f"{node.label} failed: {node.reason}" for node in planned if node.reason]
+
+
+def _repetitions(planned: Plan) -> list[list[PlannedNode]]:
+    groups: dict[Any, list[PlannedNode]] = {}
+    for node in planned:
+        groups.setdefault((node.kind, node.name, node.parent, node.specs), []).append(node)
+    return list(groups.values())
+
+
+def _crossing(edge: dict[str, str] | None) -> str:
+    """`stable, carry, continue`: how the parent was left, what becomes of the optimizer, and of the rate."""
+    return "" if edge is None else ", ".join((edge["parent"], edge["optimizer"], edge["rate"]))
+
+
+def _states(group: Sequence[PlannedNode]) -> str:
+    counts = Counter(node.state for node in group)
+    if len(counts) == 1:
+        return group[0].state
+    return "\n".join(f"{count} {state}" for state, count in counts.items())
+
+
+def _plan_totals(planned: Plan) -> Table:
+    table = _table("All nodes", "")
+    workers = f"{planned.workers} worker{'s' * (planned.workers > 1)}"
+    columns = ("nodes", "trained tokens", "sampled tokens", "FLOPs", "memory", "time of one worker", f"of {workers}")
+    for column in columns:
+        table.add_column(column, justify="right")
+    names = {
+        "to_do": "still to make",
+        "shared": "everything, each node once",
+        "alone": "every arm and seed by itself, nothing shared",
+    }
+    for key, name in names.items():
+        total = planned.totals[key]
+        table.add_row(
+            name,
+            str(total.nodes),
+            quantity(total.tokens),
+            quantity(total.sampled_tokens),
+            quantity(total.flops),
+            f"{quantity(total.memory_bytes)}B" if total.memory_bytes else "",
+            "" if total.seconds is None else duration(total.seconds),
+            "" if total.elapsed is None else duration(total.elapsed),
+        )
     return table
 
 

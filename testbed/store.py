@@ -1,9 +1,12 @@
 """A directory of finished artifacts by key, each published whole or not at all.
 
-    <store>/stages/<key>/        a stage, with manifest.json; likewise corpora/ and evaluations/
+    <store>/<shelf>/<key>/       an artifact, with manifest.json; the shelves are SHELVES
+    <store>/partial/<shelf>-<key>/   saved states of a run that has not ended, artifacts themselves
     <store>/tmp/                 work under way; renamed into place when it is whole
     <store>/leases/              who works on what
-    <store>/damaged/, failed/    what was found broken; tracebacks
+    <store>/failed/              why the last run of an artifact failed
+    <store>/specs/               the specs that were run; what they need is kept
+    <store>/damaged/             what was found broken
 
 An artifact is there when its manifest is: the files are written and synced elsewhere in the same file system, the
 manifest last, then one rename. Nothing is ever overwritten. A lease spares two runs the same work and no more: should
@@ -13,6 +16,7 @@ both do it, the second rename is refused and the first result stands.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -20,19 +24,25 @@ import secrets
 import shutil
 import socket
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from testbed import leases, phases
 from testbed.errors import StoreError
+from testbed.leases import Holder, Lease, Watch
 
 MANIFEST = "manifest.json"
-# A lease whose holder has not renewed it for this long (seconds) is broken.
-STALE_AFTER = 120.0
-RENEW_EVERY = 10.0
+# Raise it when an artifact's manifest or layout means something else: what another format wrote is made anew.
+FORMAT = 2
+SHELVES = ("corpora", "stages", "checkpoints", "evaluations", "probes")
+
+State = Literal["done", "running", "failed", "partial", "missing"]
+
+# Errors that say what a file is, not what this process may or can do: only these are damage.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,37 @@ class Draft:
     manifest: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why the last run of an artifact failed."""
+
+    label: str
+    # One line for people.
+    reason: str
+    trace: str
+    # UTC, ISO 8601.
+    time: str
+    host: str
+    # Whether the cause lies in the run itself. A full disk or a killed process may be over next time.
+    lasting: bool = True
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A spec that was run in this store."""
+
+    # `<name>-<digits of its digest>`
+    id: str
+    path: Path
+    # None where the file cannot be read.
+    spec: dict[str, Any] | None
+
+    @property
+    def name(self) -> str:
+        return self.id.rpartition("-")[0]
+
+
 class Store:
     """Artifacts below `root`. Problems that do not stop the work are told to `announce`."""
 
@@ -64,119 +105,206 @@ class Store:
         self.root = Path(root).expanduser().absolute()
         self.announce = announce or (lambda message: print(message, file=sys.stderr))
         self._read: set[Path] = set()
+        self._watch = Watch()
 
     def path(self, shelf: str, key: str) -> Path:
         return self.root / shelf / key
 
+    def failure_path(self, shelf: str, key: str) -> Path:
+        """Where the record of a failure lies."""
+        return self.root / "failed" / f"{_flat(shelf, key)}.json"
+
     def prepare(self) -> None:
         """Make the store's folders and see that they can be written. Raises StoreError."""
-        try:
+        with self._writing():
             for name in ("tmp", "leases"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             probe = self.root / "tmp" / f"probe-{secrets.token_hex(4)}"
             probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise self._error(error) from error
+            probe.unlink(missing_ok=True)
+
+    # Reading.
 
     def get(self, shelf: str, key: str, *, read: bool = True) -> Artifact | None:
         """The artifact, or None where there is none.
 
         Its files must be there in the size the manifest says and, before they are first read (`read`), with the digest.
-        A damaged artifact is announced, moved aside and never used.
+        A damaged artifact, and one of another format, is announced, moved aside and never used.
+        Raises StoreError where it cannot be read or moved.
         """
         path = self.path(shelf, key)
         if not path.exists():
             return None
-        problem, manifest = self._problem(path, read=read)
+        problem, manifest = examine(path, read=read and path not in self._read)
         if problem is None:
+            if read:
+                self._read.add(path)
             return Artifact(path, manifest)
-        aside = self.root / "damaged" / f"{shelf}-{key}-{secrets.token_hex(4)}"
+        self._read.discard(path)
+        aside = self.root / "damaged" / f"{_flat(shelf, key)}-{secrets.token_hex(4)}"
         try:
             aside.parent.mkdir(exist_ok=True)
             path.rename(aside)
+        except FileNotFoundError:
+            # Another process was faster.
+            return None
         except OSError as error:
             raise StoreError(
-                f"The artifact {path} is damaged ({problem}) and cannot be moved aside: {error.strerror}. "
+                f"The artifact {path} {problem} and cannot be moved aside: {error.strerror}. "
                 "Make the store writable or delete that folder."
             ) from error
-        self.announce(f"The artifact {path} is damaged ({problem}). It was moved to {aside} and will be made anew.")
+        self.announce(f"The artifact {path} {problem}. It was moved to {aside} and will be made anew.")
         return None
 
     def has(self, shelf: str, key: str) -> bool:
         """Whether the artifact is there with files of the right size; touches nothing."""
-        path = self.path(shelf, key)
-        return path.exists() and self._problem(path, read=False)[0] is None
+        return self.path(shelf, key).exists() and self.examine(shelf, key, read=False)[0] is None
 
     def keys(self, shelf: str) -> list[str]:
         folder = self.root / shelf
-        return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        with self._reading():
+            return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+    def examine(self, shelf: str, key: str, *, read: bool = True) -> tuple[str | None, dict[str, Any]]:
+        """What is wrong with an artifact, as in "is damaged (...)" (None: nothing), and its manifest; touches nothing.
+
+        read: every byte, not the sizes alone. Raises StoreError where it may not be read.
+        """
+        return examine(self.path(shelf, key), read=read)
+
+    def state(self, shelf: str, key: str) -> State:
+        """How the work on an artifact stands; touches nothing.
+
+        failed: the last run of it raised. partial: a run was stopped and left saved states.
+        A process of another machine that died counts as running until this store has watched its lease for long enough.
+        """
+        if self.has(shelf, key):
+            return "done"
+        if self.holder(shelf, key) is not None:
+            return "running"
+        if self.failure(shelf, key) is not None:
+            return "failed"
+        return "partial" if self.keys(f"partial/{_flat(shelf, key)}") else "missing"
+
+    def holder(self, shelf: str, key: str) -> Holder | None:
+        """Who works on an artifact; touches nothing."""
+        with self._reading():
+            return leases.live(self._lease_path(shelf, key), self._watch)
+
+    def known(self) -> list[tuple[str, str]]:
+        """Shelf and key of everything on the shelves, leased, failed or begun, finished or not, in order."""
+        found = {(shelf, key) for shelf in SHELVES for key in self.keys(shelf)}
+        folders = (("leases", ".json"), ("failed", ".json"), ("partial", ""))
+        for folder, ending in folders:
+            for path in sorted((self.root / folder).glob(f"*{ending}")):
+                if (named := unflat(path.name.removesuffix(ending))) is not None:
+                    found.add(named)
+        return sorted(found, key=lambda one: (SHELVES.index(one[0]), one[1]))
+
+    # Writing.
 
     @contextlib.contextmanager
-    def publish(self, shelf: str, key: str) -> Iterator[Draft]:
+    def publish(self, shelf: str, key: str, *, lease: Lease | None = None) -> Iterator[Draft]:
         """Collect the files of an artifact; when the block ends well they appear whole, else not at all.
 
-        Raises StoreError where the store cannot be written or the artifact is already there.
+        shelf: one of SHELVES, or a folder such as partial/stages-<key>.
+        lease: under which the work is done; looked at last before the artifact appears.
+        Raises StoreError where the store cannot be written, the artifact is already there or the lease is lost.
         """
         final = self.path(shelf, key)
-        if final.exists():
-            raise StoreError(f"The artifact {final} is already there, and artifacts are never overwritten.")
-        draft = Draft(self.root / "tmp" / f"{shelf}-{key}-{secrets.token_hex(4)}")
+        with self._writing(lease):
+            if final.exists():
+                raise StoreError(f"The artifact {final} is already there, and artifacts are never overwritten.")
+            # Named after the lease, whose next holder clears it away should this process be killed.
+            draft = Draft(self.temporary(lease.name if lease else _flat(shelf, key)))
         try:
-            draft.out.mkdir(parents=True)
-        except OSError as error:
-            raise self._error(error) from error
-        try:
-            yield draft
+            phases.enter("publish: write")
             try:
+                yield draft
+            except OSError:
+                # Whoever took the lease over deleted the folder that was being written.
+                if lease is not None:
+                    lease.check()
+                raise
+            phases.enter("publish: seal")
+            with self._writing(lease):
                 self._seal(draft, key)
-                final.parent.mkdir(exist_ok=True)
-                # Fails where the other directory exists and holds anything.
-                draft.out.rename(final)
-                _sync(final.parent)
-            except OSError as error:
-                if final.exists():
-                    raise StoreError(f"The artifact {final} was published by another run meanwhile.") from error
-                raise self._error(error) from error
+                phases.enter("publish: rename")
+                if lease is not None:
+                    lease.check()
+            self.place(draft.out, shelf, key)
+            phases.enter("publish: done")
         finally:
             shutil.rmtree(draft.out, ignore_errors=True)
 
-    @contextlib.contextmanager
-    def lease(self, shelf: str, key: str, *, waiting: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Hold the work on an artifact; waits while another live process holds it.
+    def temporary(self, name: str) -> Path:
+        """A new folder below tmp/, `<name>-<random>`."""
+        path = self.root / "tmp" / f"{name}-{secrets.token_hex(4)}"
+        with self._writing():
+            path.mkdir(parents=True)
+        return path
 
-        A lease is stale when its process is gone from this host or has not renewed it for two minutes.
+    def place(self, folder: Path, shelf: str, key: str) -> None:
+        """Make a synced folder of the same file system the artifact, by one rename; it was not there, or StoreError.
+
+        Where this raises the artifact did not appear (or was taken back at once), and `folder` is where it was.
         """
-        path = self.root / "leases" / f"{shelf}-{key}.json"
-        told = False
-        while not _take(path):
-            holder = _holder(path)
-            if holder is None:
-                continue
-            if _stale(path, holder):
-                # Only the lease that was judged may go; the rename lets one breaker through.
-                broken = path.with_suffix(f".{secrets.token_hex(4)}")
-                with contextlib.suppress(OSError):
-                    path.rename(broken)
-                    if _holder(broken) != holder:
-                        os.link(broken, path)
-                    broken.unlink()
-                continue
-            if waiting is not None and not told:
-                waiting(f"waiting for process {holder['pid']} on {holder['host']}, which works on the same")
-                told = True
-            time.sleep(1.0)
-        stop = threading.Event()
-        thread = threading.Thread(target=_renew, args=(path, stop), daemon=True)
-        thread.start()
-        try:
-            for left in (self.root / "tmp").glob(f"{shelf}-{key}-*"):
-                shutil.rmtree(left, ignore_errors=True)
-            yield
-        finally:
-            stop.set()
-            thread.join()
-            path.unlink(missing_ok=True)
+        final = self.path(shelf, key)
+        with self._writing():
+            _make(final.parent)
+            try:
+                # Fails where the other directory exists and holds anything.
+                folder.rename(final)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise StoreError(f"The artifact {final} was published by another run meanwhile.") from error
+                raise
+            try:
+                sync(final.parent)
+            except OSError:
+                final.rename(folder)
+                raise
+        # It is there whatever an old record says.
+        with contextlib.suppress(StoreError):
+            self.forgive(shelf, key)
+
+    @contextlib.contextmanager
+    def lease(
+        self, shelf: str, key: str, *, wait: bool = True, waiting: Callable[[str], None] | None = None
+    ) -> Iterator[Lease]:
+        """Hold the work on an artifact for the block. What a holder that died left below tmp/ is cleared away.
+
+        wait: while another live process holds it, telling `waiting` once for whom; else leases.Busy is raised.
+        A lease is stale when its process is gone from this machine or has not renewed it for two minutes.
+        """
+        path = self._lease_path(shelf, key)
+        with contextlib.ExitStack() as stack:
+            with self._writing():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                guard = path.parent / ".guard"
+                held = leases.hold(path, guard=guard, wait=wait, waiting=waiting, watch=self._watch)
+                lease = stack.enter_context(held)
+                for left in path.parent.glob(f"{path.name}.*"):
+                    left.unlink(missing_ok=True)
+                for left in (self.root / "tmp").glob(f"{path.stem}-*"):
+                    # Stopped, not dead, its process may still write there: by another name it cannot publish it.
+                    self._shred(left)
+            yield lease
+
+    def discard(self, shelf: str, key: str) -> None:
+        """Delete an artifact, or with the shelf `partial` all saved states of one; nobody sees half of it.
+
+        Raises StoreError where it cannot be deleted.
+        """
+        self._read.discard(self.path(shelf, key))
+        self.delete(self.path(shelf, key))
+
+    def delete(self, path: Path) -> None:
+        """Delete a file or folder of the store, if it is there. Raises StoreError where that is not possible."""
+        with self._writing():
+            left = self._shred(path)
+        if left is not None:
+            raise StoreError(f"{path} cannot be deleted: a part of it stays in {left}. Make the store writable.")
 
     @contextlib.contextmanager
     def folder(self, shelf: str, name: str) -> Iterator[Path]:
@@ -186,74 +314,234 @@ class Store:
         """
         if name in ("", ".", "..") or Path(name).name != name:
             raise ValueError(f"{name!r} cannot name a folder of the store")
-        out, final = self.root / "tmp" / f"{shelf}-{name}-{secrets.token_hex(4)}", self.root / shelf / name
-        try:
-            out.mkdir(parents=True)
-            yield out
-            final.parent.mkdir(exist_ok=True)
-            if final.exists():
-                shutil.rmtree(final)
-            out.rename(final)
-        except OSError as error:
-            raise self._error(error) from error
-        finally:
-            shutil.rmtree(out, ignore_errors=True)
+        final = self.path(shelf, name)
+        with self.lease(shelf, name):
+            out = self.temporary(_flat(shelf, name))
+            try:
+                yield out
+                with self._writing():
+                    final.parent.mkdir(exist_ok=True)
+                    self._shred(final)
+                    out.rename(final)
+            finally:
+                shutil.rmtree(out, ignore_errors=True)
 
-    def fail(self, shelf: str, key: str, text: str) -> Path:
-        """Keep the traceback of a failed run beside the artifacts."""
-        path = self.root / "failed" / f"{shelf}-{key}.txt"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    # Failures and specs.
+
+    def fail(
+        self, shelf: str, key: str, *, label: str, reason: str, trace: str, lasting: bool = True,
+        versions: Mapping[str, str] | None = None,
+    ) -> Path:  # fmt: skip
+        """Record that the run of an artifact failed. Raises StoreError where that cannot be written."""
+        failure = Failure(
+            label=label,
+            reason=reason,
+            trace=trace,
+            time=_now(),
+            host=socket.gethostname(),
+            lasting=lasting,
+            versions=dict(versions or {}),
+        )
+        path = self.failure_path(shelf, key)
+        with self._writing():
+            _make(path.parent)
+            write_atomic(path, json.dumps(asdict(failure), indent=1) + "\n")
         return path
 
-    def _problem(self, path: Path, *, read: bool) -> tuple[str | None, dict[str, Any]]:
-        """What is wrong with a published directory, and its manifest."""
+    def failure(self, shelf: str, key: str) -> Failure | None:
+        """Why the last run of an artifact failed; None where none did since it was forgiven or published.
+
+        A record that cannot be read counts as none: the artifact is tried again.
+        """
         try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            files = manifest["files"]
-            if manifest["sha256"] != _manifest_digest(manifest):
-                return "its manifest differs from its digest", {}
-            if manifest["key"] != path.name:
-                return f"it was made as {manifest['key']}", {}
-            for name, entry in files.items():
-                if not (path / name).is_file():
-                    return f"{name} is missing", {}
-                if (size := (path / name).stat().st_size) != entry["bytes"]:
-                    return f"{name} has {size} bytes, not {entry['bytes']}", {}
-                if read and path not in self._read and _sha256(path / name) != entry["sha256"]:
-                    return f"{name} differs from its digest", {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"its manifest cannot be read: {error}", {}
-        if read:
-            self._read.add(path)
-        return None, manifest
+            return Failure(**json.loads(self.failure_path(shelf, key).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def forgive(self, shelf: str, key: str) -> None:
+        """Forget that an artifact failed."""
+        with self._writing():
+            self.failure_path(shelf, key).unlink(missing_ok=True)
+
+    def remember(self, name: str, spec: dict[str, Any]) -> Path:
+        """Keep a spec that is run here: what it needs is no garbage.
+
+        Before a run looks at what is there: a collection that sees the spec deletes nothing of it.
+        """
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{name!r} cannot name a spec of the store")
+        text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        path = self.root / "specs" / f"{name}-{digest[:8]}.json"
+        with self._writing():
+            _make(path.parent)
+            write_atomic(path, json.dumps(spec, indent=1) + "\n")
+        return path
+
+    def remembered(self) -> list[Remembered]:
+        """The specs that were run here, by name."""
+        found = []
+        for path in sorted((self.root / "specs").glob("*.json")):
+            spec = None
+            with contextlib.suppress(OSError, ValueError):
+                spec = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Remembered(path.stem, path, spec if isinstance(spec, dict) else None))
+        return found
+
+    def _lease_path(self, shelf: str, key: str) -> Path:
+        return self.root / "leases" / f"{_flat(shelf, key)}.json"
 
     def _seal(self, draft: Draft, key: str) -> None:
-        paths = sorted(path for path in draft.out.rglob("*") if path.is_file())
+        """Sync the files, then write the manifest that names them."""
+        paths = sorted(draft.out.rglob("*"))
         for path in paths:
-            _sync(path)
+            sync(path)
         files = {
             path.relative_to(draft.out).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
             for path in paths
+            if path.is_file()
         }
+        own = {"key": key, "format": FORMAT, "made": _now(), "files": files}
         # As JSON gives it back, so that the digest is the same when it is read.
-        manifest = json.loads(json.dumps({**draft.manifest, "key": key, "files": files}))
+        manifest = json.loads(json.dumps({**draft.manifest, **own}))
         manifest["sha256"] = _manifest_digest(manifest)
         text = json.dumps(manifest, indent=1, sort_keys=True)
         (draft.out / MANIFEST).write_text(text + "\n", encoding="utf-8")
-        _sync(draft.out / MANIFEST)
-        _sync(draft.out)
+        sync(draft.out / MANIFEST)
+        sync(draft.out)
+
+    def _shred(self, path: Path) -> Path | None:
+        """Delete a file or folder, by way of a name that nobody uses; returns what stays of it."""
+        away = self.root / "tmp" / f"trash-{secrets.token_hex(4)}"
+        away.parent.mkdir(exist_ok=True)
+        try:
+            path.rename(away)
+        except FileNotFoundError:
+            return None
+        if away.is_dir() and not away.is_symlink():
+            shutil.rmtree(away, ignore_errors=True)
+        else:
+            away.unlink(missing_ok=True)
+        return away if away.exists() else None
+
+    @contextlib.contextmanager
+    def _writing(self, lease: Lease | None = None) -> Iterator[None]:
+        """Errors of the file system as StoreError; as LeaseLost where the lease is: its new holder cleared away."""
+        try:
+            yield
+        except ConnectionError:
+            # Of a pipe to whom it is told that this process waits.
+            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                if lease is not None:
+                    lease.check()
+            raise self._error(error) from error
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"The store {self.root} cannot be read: {error.strerror or error}.") from error
 
     def _error(self, error: OSError) -> StoreError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return StoreError(
             f"The store {self.root} cannot be written: {error.strerror or error}. "
-            "Give another folder with --store DIR or the variable TESTBED_STORE."
+            f"{'Free some space (`testbed store gc`), or give' if full else 'Give'} "
+            "another folder with --store DIR or the variable TESTBED_STORE."
         )
+
+
+def examine(path: Path, *, read: bool) -> tuple[str | None, dict[str, Any]]:
+    """What is wrong with an artifact's folder, whose name is its key, as in "is damaged (...)", and its manifest.
+
+    Raises StoreError where it may not be read: that is no damage.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        # Another format may count its digest in another way.
+        if (found := manifest.get("format", 1)) != FORMAT:
+            return f"was written by another version of the store (format {found}; this one reads {FORMAT})", {}
+        return _damage(path, manifest, read), manifest
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"is damaged (its manifest cannot be read: {error})", {}
+    except OSError as error:
+        if error.errno in _DAMAGE:
+            return f"is damaged ({Path(error.filename or path).name} cannot be read: {error.strerror})", {}
+        raise StoreError(f"The artifact {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _damage(path: Path, manifest: dict[str, Any], read: bool) -> str | None:
+    if manifest["sha256"] != _manifest_digest(manifest):
+        return "is damaged (its manifest differs from its digest)"
+    if manifest["key"] != path.name:
+        return f"is damaged (it was made as {manifest['key']})"
+    for name, entry in manifest["files"].items():
+        if not (path / name).is_file():
+            return f"is damaged ({name} is missing)"
+        if (size := (path / name).stat().st_size) != entry["bytes"]:
+            return f"is damaged ({name} has {size} bytes, not {entry['bytes']})"
+        if read and _sha256(path / name) != entry["sha256"]:
+            return f"is damaged ({name} differs from its digest)"
+    return None
+
+
+def unflat(name: str) -> tuple[str, str] | None:
+    """Shelf and key in the name of a lease, failure, folder of saved states or temporary folder; None: of none."""
+    for shelf in SHELVES:
+        if name.startswith(f"{shelf}-"):
+            return shelf, name.removeprefix(f"{shelf}-").partition("-")[0]
+    return None
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write a file whole or not at all, in the place of an old one. Raises OSError."""
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        new.write_text(text, encoding="utf-8")
+        sync(new)
+        new.replace(path)
+        sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk before going on."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync folders, and need not.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def default_root() -> Path:
     """$TESTBED_STORE, or ./runs."""
     return Path(os.environ.get("TESTBED_STORE") or "runs")
+
+
+def _flat(shelf: str, key: str) -> str:
+    """A name for a file or folder that stands for an artifact; for a saved state of one it starts with that one's."""
+    return f"{shelf.rpartition('/')[2]}-{key}"
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and those above it, each on the disk."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync(folder.parent)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:
@@ -265,58 +553,3 @@ def _manifest_digest(manifest: dict[str, Any]) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _take(path: Path) -> bool:
-    """Create the lease whole (write, then link), so that nobody reads half of one."""
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "token": secrets.token_hex(8)})
-    new = path.with_suffix(f".{secrets.token_hex(4)}")
-    new.write_text(text, encoding="utf-8")
-    try:
-        os.link(new, path)
-    except FileExistsError:
-        return False
-    finally:
-        new.unlink()
-    return True
-
-
-def _holder(path: Path) -> dict[str, Any] | None:
-    try:
-        holder: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return holder
-
-
-def _stale(path: Path, holder: dict[str, Any]) -> bool:
-    try:
-        if time.time() - path.stat().st_mtime > STALE_AFTER:
-            return True
-    except FileNotFoundError:
-        return False
-    return holder["host"] == socket.gethostname() and not _alive(holder["pid"])
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _renew(path: Path, stop: threading.Event) -> None:
-    while not stop.wait(RENEW_EVERY):
-        with contextlib.suppress(OSError):
-            os.utime(path)

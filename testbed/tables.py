@@ -12,6 +12,8 @@ from typing import Any
 
 import pandas as pd
 
+import analysis
+from analysis.compute import SEVERAL
 from testbed.errors import StoreError
 from testbed.graph import Graph, build
 from testbed.nodes import shelf
@@ -39,6 +41,10 @@ class Tables:
     roles: pd.DataFrame
     # One row a (stage, seed).
     stages: pd.DataFrame
+    # One row a (stage or evaluation, seed, activity).
+    ledger: pd.DataFrame
+    # What the spec's probes read off, one row or more a (probe, checkpoint, seed).
+    probes: pd.DataFrame
     # Where the artifacts were made: distinct numeric classes and versions.
     environment: list[dict[str, Any]] = field(default_factory=list)
 
@@ -68,7 +74,10 @@ def load(spec: Spec, store: Store) -> Tables:
 
     made = [found[key] for key in dict.fromkeys([*graph.stages.values(), *graph.evaluations.values()])]
     classes = {
-        json.dumps(a.manifest["numeric_class"] | {"versions": a.manifest["versions"]}, sort_keys=True) for a in made
+        json.dumps(one | {"versions": artifact.manifest["versions"]}, sort_keys=True)
+        for artifact in made
+        # Those that a run went through before it was taken up under its own.
+        for one in (artifact.manifest["numeric_class"], *artifact.manifest.get("crossed", []))
     }
     return Tables(
         spec=spec,
@@ -76,6 +85,8 @@ def load(spec: Spec, store: Store) -> Tables:
         curves=_concat(per_stage(_curve)),
         roles=_concat(per_stage(_roles)),
         stages=pd.DataFrame([_stage_row(graph, found, *place) for place in graph.stages]),
+        ledger=_ledger(graph, found),
+        probes=_concat(_probes(graph, found, bands)),
         environment=[json.loads(text) for text in sorted(classes)],
     )
 
@@ -102,10 +113,32 @@ def _artifacts(graph: Graph, store: Store) -> dict[str, Artifact]:
 def _stage_row(graph: Graph, found: dict[str, Artifact], stage: str, seed: int) -> dict[str, Any]:
     key = graph.stages[stage, seed]
     artifact = found[key]
-    config = graph.spec.stages[stage]
+    node = graph.nodes[key]
     told = {name: value for name, value in artifact.summary.items() if name in COUNTS and value is not None}
-    place = {"stage": stage, "key": key, "kind": config.kind, "seed": seed, "parent": config.parent}
+    parents = SEVERAL.join(graph.spec.parents_of(stage)) or None
+    place = {"stage": stage, "key": key, "kind": node.kind, "seed": seed, "parent": parents}
     return place | COUNTS | told | {"wall_s": float(artifact.manifest["wall_s"])}
+
+
+def _ledger(graph: Graph, found: dict[str, Artifact]) -> pd.DataFrame:
+    rows = [
+        {"stage": stage, "key": key, "kind": graph.nodes[key].kind, "seed": seed, "activity": activity, **work}
+        for place in (graph.stages, graph.evaluations)
+        for (stage, seed), key in place.items()
+        for activity, work in found[key].summary.get("ledger", {}).items()
+    ]
+    columns = list(analysis.SCHEMAS["ledger"].columns)
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _probes(graph: Graph, found: dict[str, Artifact], bands: dict[int, str]) -> Iterator[pd.DataFrame]:
+    for (probe, stage, seed), key in graph.probes.items():
+        table = pd.read_parquet(found[key].path / "probe.parquet")
+        labels = {
+            "probe": probe, "stage": stage, "key": graph.stages[stage, seed], "seed": seed,
+            "against": graph.spec.probes[probe].against,
+        }  # fmt: skip
+        yield _label(table, bands, labels)
 
 
 def _curve(artifact: Artifact) -> pd.DataFrame | None:

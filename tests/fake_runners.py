@@ -10,13 +10,16 @@ from typing import Any
 
 import pandas as pd
 
+from testbed import stopping
 from testbed.nodes import Node
 from testbed.tracking import Tracker
 
-RUNNERS = dict.fromkeys(("corpus", "pretrain", "midtrain", "sft", "rl", "evaluation"), "fake_runners:run")
+RUNNERS = dict.fromkeys(
+    ("corpus", "pretrain", "midtrain", "sft", "rl", "combine", "parallel", "evaluation", "probe"), "fake_runners:run"
+)
 
 
-def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
+def run(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
     """Deterministic files; how well a stage solves a band grows with the length of its lineage."""
     assert set(inputs) == set(node.parents)
     assert all((path / "manifest.json").exists() for path in inputs.values())
@@ -53,24 +56,43 @@ def _outcomes(node: Node, stage: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def failing_rl(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
+def failing_rl(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
     (out / "half").write_text("written before the failure")
     raise RuntimeError("the reward\nwas lost")
 
 
-def killed(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
+def killed(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def slow(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
+def out_of_space(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
+    raise OSError(28, "No space left on device")
+
+
+def slow(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
     for step in range(1, 601):
         tracker.log(step, 600)
         time.sleep(0.1)
+        stopping.check()
     return {}
 
 
-def environment(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker) -> dict[str, Any]:
+def environment(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
     """What a worker tells its libraries about threads, and which process it is."""
     time.sleep(0.2)
     return {"pid": os.getpid(), **{name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}}
+
+
+def deaf(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
+    """Never looks whether it was asked to stop."""
+    time.sleep(60)
+    return {}
+
+
+def counted(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
+    """Takes a moment, and leaves a line in a file for each time it ran."""
+    with open(os.environ["COUNT"], "a", encoding="utf-8") as file:
+        file.write(f"{node.key}:{os.getpid()}\n")
+    time.sleep(0.1)
+    return run(node, inputs, out, tracker)

@@ -11,7 +11,7 @@ import pytest
 from models.config import ModelConfig
 from synthetic_tasks.corpus import Component
 from testbed import graph as graphs
-from testbed.config import RL, Evaluation, Optimizer, Schedule, Train
+from testbed.config import RL, Combine, Edge, Evaluation, Optimizer, Parallel, Probe, Schedule, Train
 from testbed.graph import NON_SEMANTIC, build, canonical, digest, work
 from testbed.nodes import Corpus, Seeds
 from testbed.spec import load
@@ -19,6 +19,10 @@ from testbed.spec import load
 EXAMPLES: dict[type, Any] = {
     Train: Train(kind="midtrain", parent="a", data="d", tokens=1000),
     RL: RL(parent="a", band="b", steps=3),
+    Combine: Combine(kind="combine", of={"a": 0.5, "b": 0.5}),
+    Parallel: Parallel(kind="parallel", objectives={"a": 0.5, "b": 0.5}, steps=4, every=2),
+    Edge: Edge(parent="stable", optimizer="carry", rate="continue"),
+    Probe: Probe(measure="roles", of=("a",)),
     Evaluation: Evaluation(),
     Optimizer: Optimizer(),
     Schedule: Schedule(),
@@ -30,6 +34,16 @@ EXAMPLES: dict[type, Any] = {
 # Other values where adding a bit would not do.
 OTHER: dict[tuple[type, str], Any] = {
     (Train, "parent"): "other",
+    (Train, "edge"): Edge(parent="stable", optimizer="carry", rate="continue"),
+    (Train, "keep"): (3,),
+    (RL, "edge"): Edge(parent="stable", optimizer="carry", rate="continue"),
+    (RL, "keep"): (3,),
+    (Combine, "of"): {"a": 1.0},
+    (Parallel, "objectives"): {"a": 0.4, "b": 0.6},
+    (Parallel, "keep"): (2,),
+    (Parallel, "steps"): 6,
+    (Parallel, "every"): 4,
+    (Probe, "of"): ("b",),
     (Train, "optimizer"): Optimizer(beta2=0.5),
     (Train, "schedule"): Schedule(final=0.5),
     (RL, "optimizer"): Optimizer(lr=3e-4, beta2=0.5),
@@ -60,24 +74,39 @@ def fields() -> list[tuple[type, str]]:
     return [(kind, f.name) for kind in EXAMPLES for f in dataclasses.fields(kind)]
 
 
-@pytest.mark.parametrize(("kind", "name"), fields(), ids=lambda part: part if isinstance(part, str) else part.__name__)
-def test_every_field_changes_the_key_or_is_listed(kind: type, name: str) -> None:
-    if (kind, name) == (Train, "match"):
-        assert (kind, name) in NON_SEMANTIC
-        return
-    if (kind, name) == (RL, "kind"):
-        return  # one value
+def pair(kind: type, name: str) -> tuple[Any, Any]:
+    """The example, or one that differs from it as little as makes room, and the same with another value."""
     before = EXAMPLES[kind]
+    if (kind, name) == (Train, "match"):
+        return dataclasses.replace(before, tokens=None, match=("a",)), dataclasses.replace(
+            before, tokens=None, match=("b",)
+        )
+    if name == "flops":
+        budget = {"tokens": None} if kind is Train else {"steps": None}
+        return tuple(dataclasses.replace(before, flops=flops, **budget) for flops in (1e9, 2e9))  # type: ignore[return-value]
+    if kind is Probe and name in ("measure", "against"):
+        weights = Probe(measure="weights", of=("a",), against="c")
+        return weights, before if name == "measure" else dataclasses.replace(weights, against="d")
     value = other(kind, name)
     assert value != getattr(before, name)
-    after = dataclasses.replace(before, **{name: value})
+    return before, dataclasses.replace(before, **{name: value})
+
+
+@pytest.mark.parametrize(("kind", "name"), fields(), ids=lambda part: part if isinstance(part, str) else part.__name__)
+def test_every_field_changes_the_key_or_is_listed(kind: type, name: str) -> None:
+    if name == "kind" and kind is not Train:
+        return  # one value
+    if (kind, name) == (Parallel, "keep_doubling"):
+        assert (kind, name) in NON_SEMANTIC  # refused in any other value
+        return
+    before, after = pair(kind, name)
     same = digest({"x": canonical(before)}) == digest({"x": canonical(after)})
     assert same == ((kind, name) in NON_SEMANTIC)
 
 
 def test_every_config_has_an_example() -> None:
     """A dataclass that a node's settings reach is walked above."""
-    reached, todo = set(), [Train, RL, Evaluation, Corpus, ModelConfig, Seeds]
+    reached, todo = set(), [Train, RL, Combine, Parallel, Probe, Evaluation, Corpus, ModelConfig, Seeds]
     while todo:
         kind = todo.pop()
         reached.add(kind)
@@ -183,7 +212,8 @@ def test_epochs_move_a_kind_and_what_follows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_parents_come_first_and_only_what_arms_need_is_there() -> None:
-    graph = build(load("smoke", ["stages.unused={kind: midtrain, parent: pretrain, data: base, tokens: 77}"]))
+    unused = "stages.unused={kind: midtrain, parent: pretrain, edge: {parent: stable, optimizer: carry, rate: continue}"
+    graph = build(load("smoke", [f"{unused}, data: base, tokens: 77}}"]))
     seen: set[str] = set()
     for key, node in graph.nodes.items():
         assert key == node.key and set(node.parents.values()) <= seen
@@ -204,16 +234,16 @@ def test_parents_come_first_and_only_what_arms_need_is_there() -> None:
 
 # The same fields give these keys for ever. They may change only with an epoch, a task's tokens or a spec of the test.
 GOLDEN = {
-    "base": "8993002d547e81fc",
-    "pretrain": "8b6a3f8413637d5e",
-    "anneal": "4936b5b7fe869587",
-    "mid": "4813c58bd9b5d8f7",
-    "rl": "3212ee1db98a1d79",
-    "mid_rl": "9866c46aa564a519",
-    "continued": "3998ae5d489d7d88",
+    "base": "f4b092bca4159a86",
+    "pretrain": "b4388934db5e5d55",
+    "anneal": "5d9512e7b10819f7",
+    "mid": "c3062fa2b8cfc14a",
+    "rl": "d9637df349376125",
+    "mid_rl": "d4aa006b373c23be",
+    "continued": "5b56058f3eef59b8",
 }
 # A default is not hashed: when one changes, raise the epochs of the kinds it reaches, then renew this digest.
-DEFAULTS = "85b2970429c42847"
+DEFAULTS = "c7ba4461561dc9f5"
 
 
 def test_golden_keys() -> None:

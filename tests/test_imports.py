@@ -84,6 +84,7 @@ def test_no_module_hides_from_the_rule() -> None:
             ("torch", "matplotlib"),
         ),
         ("import analysis, synthetic_tasks", ("torch", "matplotlib")),
+        ("import testbed; testbed.plan('smoke', 'nowhere', probe=False)", ("torch", "matplotlib", "sweeps")),
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(code: str, absent: tuple[str, ...]) -> None:
@@ -94,7 +95,8 @@ def test_nothing_heavy_is_imported_before_it_is_used(code: str, absent: tuple[st
 def test_the_notebook_functions_are_there() -> None:
     import testbed
 
-    assert set(testbed.__all__) == {"generate", "load", "results", "score"} <= set(dir(testbed))
+    names = {"export", "generate", "load", "load_spec", "plan", "results", "run", "score"}
+    assert set(testbed.__all__) == names <= set(dir(testbed))
     assert all(callable(getattr(testbed, name)) for name in testbed.__all__)
     with pytest.raises(AttributeError):
         testbed.nothing  # noqa: B018

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import fake_runners
 import pytest
 
 from sweeps.local import Event, Outcome, run_graph
+from testbed.errors import StoreError
 from testbed.graph import Graph, build
 from testbed.nodes import shelf
 from testbed.spec import load
@@ -39,9 +41,17 @@ def contents(store: Store) -> dict[str, bytes]:
     return {str(p.relative_to(store.root)): p.read_bytes() for p in files}
 
 
-def run(graph: Graph, store: Store, workers: int, **changes: str) -> tuple[Outcome, list[Event]]:
+def run(
+    graph: Graph, store: Store, workers: int, *, retry: bool = False, **changes: str
+) -> tuple[Outcome, list[Event]]:
     events: list[Event] = []
-    return run_graph(graph, store, workers=workers, on_event=events.append, runners={**FAKES, **changes}), events
+    runners = {**FAKES, **changes}
+    return run_graph(graph, store, workers=workers, on_event=events.append, runners=runners, retry=retry), events
+
+
+def leases(store: Store) -> list[Path]:
+    """Those that somebody holds; the guard that all share stays."""
+    return list((store.root / "leases").glob("*.json"))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -90,14 +100,22 @@ def test_a_failure_takes_its_dependents_and_nothing_else(store: Store, workers: 
     }  # fmt: skip
     assert len(outcome.made) + len(outcome.failed) + len(outcome.skipped) == len(graph.nodes)
     cause, trace = next(iter(outcome.failed.values()))
+    assert trace is not None
     assert cause == "RuntimeError: the reward was lost." and "Traceback" in trace.read_text()
     assert next(event.text for event in events if event.kind == "failed") == f"{cause} The traceback is in {trace}."
     for key in (*outcome.failed, *outcome.skipped):
         assert not store.has(shelf(graph.nodes[key].kind), key)
-    assert list((store.root / "tmp").iterdir()) == [] and list((store.root / "leases").iterdir()) == []
-    # Once mended, only what was lost is made.
-    mended, _ = run(graph, store, workers)
+    assert list((store.root / "tmp").iterdir()) == [] and leases(store) == []
+    # Failed is a state: it is told again and not tried again, until that is asked for; then only what was lost is made.
+    again, events = run(graph, store, workers)
+    assert not again.made and set(again.failed) == set(again.failed_before) == set(outcome.failed)
+    assert set(again.skipped) == set(outcome.skipped)
+    told = next(event.text for event in events if event.kind == "failed")
+    assert told.startswith(f"{cause} That was on 20") and told.endswith("--retry tries again.")
+    assert all(store.state("stages", key) == "failed" for key in outcome.failed)
+    mended, _ = run(graph, store, workers, retry=True)
     assert mended.ok and set(mended.made) == {*outcome.failed, *outcome.skipped}
+    assert {store.state("stages", key) for key in outcome.failed} == {"done"}
 
 
 def test_a_worker_that_is_killed_fails_its_node_alone(store: Store) -> None:
@@ -105,9 +123,100 @@ def test_a_worker_that_is_killed_fails_its_node_alone(store: Store) -> None:
     outcome, _ = run(graph, store, 2, rl="fake_runners:killed")
     assert [graph.nodes[key].name for key in outcome.failed] == ["rl"]
     cause, trace = next(iter(outcome.failed.values()))
-    assert "was killed by SIGKILL, perhaps for want of memory" in cause and trace.exists()
+    assert "was killed by SIGKILL, perhaps for want of memory" in cause and trace is not None and trace.exists()
     assert store.has("evaluations", graph.evaluations["anneal", 0])
+    # That is no fault of the stage: the next run tries it without being asked to.
     assert run(graph, store, 2)[0].ok
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_no_fault_of_the_stage(store: Store, workers: int) -> None:
+    graph = smoke("seeds=[0]")
+    outcome, _ = run(graph, store, workers, rl="fake_runners:out_of_space")
+    assert {graph.nodes[key].name for key in outcome.failed} == {"rl", "mid_rl"}
+    assert all("No space left" in cause for cause, _ in outcome.failed.values())
+    assert run(graph, store, workers)[0].ok
+
+
+def test_checkpoints_fall_with_the_stage_that_did_not_come_to_them(store: Store) -> None:
+    early = ["arms={early: pretrain@2, pretrained: anneal}", "seeds=[0]", "attribution=null", "claims=[]"]
+    graph = smoke(*early)
+    outcome, _ = run(graph, store, 1, pretrain="fake_runners:failing_rl")
+    assert list(outcome.failed) == [graph.stages["pretrain", 0]]
+    assert {graph.nodes[key].label for key in outcome.skipped} == {
+        "pretrain@2, seed 0", "evaluation of pretrain@2, seed 0", "anneal, seed 0", "evaluation of anneal, seed 0",
+    }  # fmt: skip
+
+
+def test_a_failure_that_cannot_be_recorded_is_told_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> Path:
+        raise StoreError("The store is full.")
+
+    monkeypatch.setattr(Store, "fail", full)
+    outcome, events = run(smoke("seeds=[0]"), store, 1, rl="fake_runners:failing_rl")
+    assert len(outcome.failed) == 2 and {trace for _, trace in outcome.failed.values()} == {None}
+    assert "It could not be recorded." in next(event.text for event in events if event.kind == "failed")
+
+
+def test_what_another_process_has_in_hand_is_left_to_it(store: Store) -> None:
+    """Everything else is done meanwhile; when the other is gone, the node is taken over, or found."""
+    graph = smoke("seeds=[0]")
+    store.prepare()
+    held = graph.stages["anneal", 0]
+    release = threading.Event()
+    order: list[str] = []
+
+    def other() -> None:
+        with Store(store.root).lease("stages", held):
+            started.set()
+            release.wait(20)
+
+    started = threading.Event()
+    thread = threading.Thread(target=other)
+    thread.start()
+    started.wait()
+
+    def watch(event: Event) -> None:
+        if event.kind == "done" and event.node is not None:
+            order.append(event.node.label)
+            if event.node.label == "evaluation of mid, seed 0":
+                release.set()
+        if event.kind == "note":
+            order.append(event.text)
+
+    outcome = run_graph(graph, store, workers=1, on_event=watch, runners=FAKES)
+    thread.join()
+    assert outcome.ok
+    waited = next(i for i, text in enumerate(order) if "works on" in text)
+    assert waited < order.index("evaluation of mid, seed 0") < order.index("anneal, seed 0")
+
+
+EIGHT = """
+import sys; sys.path.insert(0, {tests!r})
+from sweeps.local import run_graph
+from testbed.graph import build
+from testbed.spec import load
+from testbed.store import Store
+runners = dict.fromkeys({kinds!r}, "fake_runners:counted")
+if __name__ == "__main__":
+    outcome = run_graph(build(load("smoke")), Store({store!r}), workers=1, runners=runners)
+    sys.exit(0 if outcome.ok else str(outcome))
+"""
+
+
+def test_eight_processes_run_one_plan_and_each_node_once(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    script = tmp_path / "eight.py"
+    text = EIGHT.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"), kinds=list(FAKES))
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(root), "COUNT": str(tmp_path / "count")}
+    several = [subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment) for _ in range(8)]
+    assert [process.wait(timeout=120) for process in several] == [0] * 8
+    counted = (tmp_path / "count").read_text().split()
+    graph = smoke()
+    assert sorted(key for key, _ in (line.split(":") for line in counted)) == sorted(graph.nodes)
+    assert len({pid for _, pid in (line.split(":") for line in counted)}) > 1, "they shared the work"
+    assert leases(Store(tmp_path / "store")) == []
 
 
 def test_workers_are_processes_with_their_own_threads(store: Store) -> None:
@@ -174,8 +283,9 @@ from testbed.spec import load
 from testbed.store import Store
 from fake_runners import RUNNERS
 if __name__ == "__main__":
-    runners = dict.fromkeys(RUNNERS, "fake_runners:slow")
-    run_graph(build(load("smoke")), Store({store!r}), workers=2, runners=runners)
+    runners = dict.fromkeys(RUNNERS, "fake_runners:{run}")
+    outcome = run_graph(build(load("smoke")), Store({store!r}), workers=2, runners=runners)
+    sys.exit(130 if outcome.stopped else 0)
 """
 
 
@@ -190,16 +300,47 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, how: signal.Signals) -> N
     import psutil
 
     script = tmp_path / "slow.py"
-    script.write_text(SLOW.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store")))
+    script.write_text(SLOW.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"), run="slow"))
     root = Path(__file__).parent.parent
     parent = subprocess.Popen(
         [sys.executable, str(script)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL
     )
-    leases = tmp_path / "store" / "leases"
-    _wait(lambda: leases.exists() and len(list(leases.glob("*.json"))) == 2)
+    store = Store(tmp_path / "store")
+    _wait(lambda: len(leases(store)) == 2)
     workers = _children(parent.pid)
     parent.send_signal(how)
     parent.wait(timeout=20)
     _wait(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers))
     if how == signal.SIGINT:
-        assert list(leases.iterdir()) == [] and list((tmp_path / "store" / "tmp").iterdir()) == []
+        assert parent.returncode == 130
+        assert leases(store) == [] and list((tmp_path / "store" / "tmp").iterdir()) == []
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    """The first asks everybody to stop at a safe place; here none comes."""
+    import psutil
+
+    script = tmp_path / "deaf.py"
+    script.write_text(SLOW.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"), run="deaf"))
+    root = Path(__file__).parent.parent
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.DEVNULL
+    )
+    store = Store(tmp_path / "store")
+    _wait(lambda: len(leases(store)) == 2)
+    workers = _children(parent.pid)
+    parent.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert parent.poll() is None, "it waits for its workers"
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(timeout=5) != 0
+    _wait(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in workers))
+    # Leases of the dead are broken at once, and what they left is cleared away.
+    for path in leases(store):
+        with (
+            store.lease("stages", path.stem.removeprefix("stages-"))
+            if path.stem.startswith("stages")
+            else store.lease("corpora", path.stem.removeprefix("corpora-"))
+        ):
+            pass
+    assert leases(store) == [] and list((store.root / "tmp").iterdir()) == []

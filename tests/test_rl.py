@@ -155,7 +155,7 @@ def gradient(model: Transformer, rollouts: rl.Rollouts, config: RL) -> torch.Ten
     keep = Keep()
     tokens = int(rollouts.samples.lengths.sum())
     free = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip=0.0))
-    rl.update(model, [keep], micros, tokens, free, raw=model, backward=lambda loss: loss.backward(), where="here")
+    rl.update(model, [keep], micros, tokens, free, raw=model, where="here")
     return keep.grads
 
 
@@ -212,7 +212,7 @@ def test_sampler_and_trainer_agree_at_any_temperature() -> None:
         micros = rl.micro_batches(rollouts, advantages, config, TOKENIZER.pad)
         done = rl.update(
             model, optim.build(model, config.optimizer), micros, 100, config,
-            raw=model, backward=lambda loss: loss.backward(), where="here",
+            raw=model, where="here",
         )  # fmt: skip
         assert done.sampler_gap < 1e-5 and done.clipped == 0 and done.grad_norm > 0
 
@@ -234,7 +234,7 @@ def step_with(rewards: float | None, config: RL, prepared: bool = True) -> tuple
     micros = rl.micro_batches(rollouts, rl.group_advantages(rollouts.rewards, scale_by_std=True), config, TOKENIZER.pad)
     done = rl.update(
         model, optimizers, micros, int(rollouts.samples.lengths.sum()), config,
-        raw=model, backward=lambda loss: loss.backward(), where="here",
+        raw=model, where="here",
         reference=policy(1) if config.kl else None,
     )  # fmt: skip
     return before, runtime.flat(model), done

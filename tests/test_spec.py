@@ -90,12 +90,48 @@ def test_built_in_specs_are_sound(name: str) -> None:
         ("seeds=[{init: 0, problems: 1}, {init: 1}]", "seeds.0.problems", "set problem_seed"),
         ("stages.pretrain.parent=mid", "stages.pretrain", "is a circle"),
         ("stages.mid={kind: midtrain, parent: pretrain, data: base, match: [mid_rl]}", "stages.mid", "is a circle"),
-        ("stages.mid.optimizer.kind=muon", "stages.mid.parent_optimizer", "trains with adamw, this stage with muon"),
+        ("stages.mid.optimizer.kind=muon", "stages.mid.edge.optimizer", "trains with adamw, this stage with muon"),
+        ("stages.mid.optimizer.lr=1e-3", "stages.mid.edge.rate", "starts at another rate than its parent ended with"),
+        ("stages.mid.schedule.warmup=0.1", "stages.mid.schedule", "warmup + decay must not exceed 1"),
+        ("stages.rl.schedule.warmup=0.1", "stages.rl.edge.rate", "stated as restart, but the stage warms up over 0.1"),
+        ("stages.pretrain.schedule.decay=0.2", "stages.mid.edge.parent", "`pretrain` is annealed where it is left"),
+        ("stages.mid.edge=null", "stages.mid.edge", "`edge: {parent: stable, optimizer: carry, rate: continue}`"),
+        ("stages.rl.edge=null", "stages.rl.edge", "`edge: {parent: annealed, optimizer: reset, rate: restart}`"),
+        ("stages.mid.edge.parnt=stable", "stages.mid.edge.parnt", "did you mean `parent`"),
+        ("stages.mid.edge.optimizer=keep", "stages.mid.edge.optimizer", "carry"),
+        ("stages.mid.edge={parent: stable}", "stages.mid.edge.optimizer", "required"),
         (
-            "stages.mid={kind: sft, parent: rl, data: base, tokens: 9, prompt_weight: 0}",
-            "stages.mid.parent_optimizer",
-            "keeps no optimizer state",
+            "stages.pretrain.edge={parent: stable, optimizer: carry, rate: continue}",
+            "stages.pretrain",
+            "nothing crosses to a stage without a parent",
         ),
+        ("arms.early=pretrain@x", "arms.early", "is no checkpoint; write the stage and a step"),
+        ("arms.early=pretrain@0", "arms.early", "is no checkpoint"),
+        ("arms.early=pretrian@3", "arms.early", "did you mean `pretrain`"),
+        ("arms.early=rl@9", "arms.early", "`rl` has 1 steps, not 9"),
+        ("stages.rl.flops=1e6", "stages.rl", "exactly one of `steps` and `flops`"),
+        ("stages.mid.flops=1e6", "stages.mid", "exactly one of `tokens`, `flops` and `match`"),
+        ("stages.mid.keep=[0]", "stages.mid", "steps are counted from 1"),
+        ("stages.both={kind: combine, of: {mid: 0.5, anneal: 0.4}}", "stages.both", "sum to 1, not 0.9"),
+        ("stages.both={kind: combine, of: {mid: 0.5, annel: 0.5}}", "stages.both.of", "did you mean `anneal`"),
+        (
+            "stages.both={kind: parallel, objectives: {mid: 0.5, rl: 0.5}, steps: 4, every: 2}",
+            "stages.both.objectives",
+            "all continue one parent, not pretrain and anneal",
+        ),
+        (
+            "stages.both={kind: parallel, objectives: {mid: 0.5, pretrain: 0.5}, steps: 4, every: 2}",
+            "stages.both.objectives",
+            "no training stage that continues a parent",
+        ),
+        (
+            "stages.both={kind: parallel, objectives: {mid: 0.5, anneal: 0.5}, steps: 4, every: 3}",
+            "stages.both",
+            "a multiple of every (3)",
+        ),
+        ("stages.a+b={kind: combine, of: {mid: 1}}", "stages.a", "`+`; these name checkpoints and combinations"),
+        ("probes={p: {measure: roles, of: [midd]}}", "probes.p", "did you mean `mid`"),
+        ("probes={p: {measure: weights, of: [mid]}}", "probes.p", "against goes with measure: weights"),
         ("name=../stages", "name", "a name is made of letters, digits"),
         ("name=''", "name", "a name is made of letters, digits"),
         ("name=" + 65 * "a", "name", "at most 64"),
@@ -198,6 +234,7 @@ def test_changes_reach_every_depth() -> None:
             "data.edge_mix.operations.2=0.5",
             "claims.0.band=further",
             "stages.mid.optimizer.lr=1e-3",
+            "stages.mid.edge.rate=restart",
         ],
     )
     mid = spec.stages["mid"]
@@ -223,6 +260,9 @@ def test_replay_is_mixed_in() -> None:
     assert shares == pytest.approx({("own", 3): 0.75, ("replay", 1): 0.1875, ("replay", 2): 0.0625})
 
 
+EDGE = "edge: {parent: stable, optimizer: carry, rate: continue}"
+
+
 def test_seeds_are_labelled_by_the_topmost_that_varies() -> None:
     assert load("smoke", ["seeds=[3, 5]", "problem_seed=9"]).seed_sets() == {
         3: Seeds(init=3, order=3, rollout=3, problems=9),
@@ -239,7 +279,7 @@ def test_parent_arms_are_annealed_or_evaluated_ancestors() -> None:
     assert parents == {
         "pretrained": None, "mid": "pretrained", "rl": "pretrained", "mid+rl": "mid", "continued": "pretrained",
     }  # fmt: skip
-    two = "stages.second={kind: pretrain, parent: pretrain, data: base, tokens: 999}"
+    two = f"stages.second={{kind: pretrain, parent: pretrain, {EDGE}, data: base, tokens: 999}}"
     assert "say which in `parents`" in message(two, "arms.second=second")
     pairs = "parents={mid: second, rl: pretrained, mid+rl: mid, continued: pretrained, second: pretrained}"
     assert load("smoke", [two, "arms.second=second", pairs]).parent_arms()["mid"] == "second"
@@ -247,7 +287,7 @@ def test_parent_arms_are_annealed_or_evaluated_ancestors() -> None:
 
 
 def test_two_annealings_of_a_checkpoint_are_not_each_others_parents() -> None:
-    second = "stages.second={kind: pretrain, parent: pretrain, data: base, tokens: 999}"
+    second = f"stages.second={{kind: pretrain, parent: pretrain, {EDGE}, data: base, tokens: 999}}"
     arms = "arms={short: anneal, long: second}"
     spec = load("smoke", [second, arms, "attribution=null", "claims=[]"])
     assert spec.parent_arms() == {"short": None, "long": None}
@@ -256,6 +296,7 @@ def test_two_annealings_of_a_checkpoint_are_not_each_others_parents() -> None:
 def test_a_part_given_in_part_keeps_its_stages_own_defaults() -> None:
     """Those of rl differ from those of training."""
     changes = ["stages.rl.optimizer.clip=0.5", "stages.rl.schedule={warmup: 0.1}", "stages.mid.optimizer.clip=0.5"]
+    changes.append("stages.rl.edge.rate=rewarm")
     spec = load("smoke", changes)
     whole = load("smoke").stages
     rl, mid = spec.stages["rl"], spec.stages["mid"]

@@ -13,14 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.config import ModelConfig
-from models.flops import causal_pairs, forward_flops
+from models.flops import Shape, causal_pairs, forward_flops
 from models.noise import Noise
-from models.sampler import sample
+from models.sampler import sample, sampling_shape
 from models.transformer import Transformer
 from synthetic_tasks import Tokenizer, get_task
 from synthetic_tasks.corpus import Batch, Component, Corpus, PackedLoader, build_corpus
-from testbed import rl, runtime, training
-from testbed.config import Optimizer, Schedule, Train
+from testbed import runtime, training
+from testbed.config import Edge, Optimizer, Schedule, Train
 from testbed.nodes import Context, Node, Seeds
 from testbed.store import MANIFEST
 from testbed.tracking import Tracker
@@ -53,7 +53,7 @@ def gradients(batch: Batch, parts: int, prompt_weight: float = 1.0) -> tuple[lis
     torch.manual_seed(0)
     model = Transformer(MODEL, VOCABULARY)
     config = Train(kind="pretrain", data="base", tokens=1, rows=8, accumulate=parts, prompt_weight=prompt_weight)
-    loss = training.accumulate(model, batch, config, CPU, lambda loss: loss.backward(), "here")
+    loss = training.accumulate(model, batch, config, CPU, "here")
     return [p.grad for p in model.parameters() if p.grad is not None], loss
 
 
@@ -105,7 +105,7 @@ def test_non_finite_loss_and_gradient_stop_before_the_step(corpus: Path) -> None
         model.embedding.weight[3:] = float("nan")
     config = Train(kind="pretrain", data="base", tokens=1, rows=8)
     with pytest.raises(FloatingPointError, match="mid, step 7"):
-        training.accumulate(model, batch, config, CPU, lambda loss: loss.backward(), "mid, step 7")
+        training.accumulate(model, batch, config, CPU, "mid, step 7")
     model = Transformer(MODEL, VOCABULARY)
     model.norm.weight.grad = torch.full_like(model.norm.weight, float("inf"))
     with pytest.raises(FloatingPointError, match="gradient norm"):
@@ -143,9 +143,11 @@ def train(
 def per_step(corpus: Path) -> float:
     """Tokens of a step, as a stage estimates them."""
     loader = PackedLoader(Corpus(corpus), rows=8, row_length=64, seed=0)
-    return float(np.mean([training.Cost.of(loader.batch(step).documents).tokens for step in range(8)]))
+    return float(np.mean([training.useful(loader.batch(step).documents).tokens for step in range(8)]))
 
 
+CARRIED = Edge(parent="stable", optimizer="carry", rate="continue")
+RESET = Edge(parent="stable", optimizer="reset", rate="continue")
 CONSTANT = Schedule(shape="constant", decay=0.0)
 STAGE = Train(
     kind="pretrain", data="base", tokens=6 * 8 * 60, rows=8, row_length=64, probes=1, schedule=CONSTANT,
@@ -162,20 +164,21 @@ def test_two_stages_equal_one_bit_for_bit(corpus: Path, tmp_path: Path, per_step
     whole = train(dataclasses.replace(STAGE, tokens=round(6 * per_step)), corpus, tmp_path / "whole")
     half = dataclasses.replace(STAGE, tokens=round(3 * per_step))
     first = train(half, corpus, tmp_path / "first")
-    second = train(dataclasses.replace(half, parent="first"), corpus, tmp_path / "second", tmp_path / "first")
+    carried = dataclasses.replace(half, parent="first", edge=CARRIED)
+    second = train(carried, corpus, tmp_path / "second", tmp_path / "first")
     assert first["steps"] + second["steps"] == whole["steps"]
     assert torch.equal(weights(tmp_path / "whole"), weights(tmp_path / "second"))
     assert whole["tokens"] == first["tokens"] + second["tokens"]
     assert whole["flops"] == pytest.approx(first["flops"] + second["flops"])
-    reset = dataclasses.replace(half, parent="first", parent_optimizer="reset")
+    reset = dataclasses.replace(half, parent="first", edge=RESET)
     train(reset, corpus, tmp_path / "reset", tmp_path / "first")
     assert not torch.equal(weights(tmp_path / "reset"), weights(tmp_path / "second"))
 
 
 def test_a_corpus_is_read_on_from_where_any_ancestor_left_it(corpus: Path, tmp_path: Path, per_step: float) -> None:
     """Through a stage on another corpus, and never from rows of another length."""
-    config = dataclasses.replace(STAGE, tokens=round(2 * per_step), parent="a")
-    train(dataclasses.replace(config, parent=None), corpus, tmp_path / "a")
+    config = dataclasses.replace(STAGE, tokens=round(2 * per_step), parent="a", edge=CARRIED)
+    train(dataclasses.replace(config, parent=None, edge=None), corpus, tmp_path / "a")
     between = train(config, corpus, tmp_path / "b", tmp_path / "a", name="other")
     assert between["positions"] == {n: {"rows": 16, "row_length": 64} for n in ("c", "other")}
     third = train(config, corpus, tmp_path / "c", tmp_path / "b")
@@ -214,7 +217,7 @@ def test_another_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
 
 def test_carrying_another_optimizer_is_refused(corpus: Path, tmp_path: Path) -> None:
     train(STAGE, corpus, tmp_path / "a")
-    config = dataclasses.replace(STAGE, parent="a", optimizer=Optimizer(kind="adamw"))
+    config = dataclasses.replace(STAGE, parent="a", edge=CARRIED, optimizer=Optimizer(kind="adamw"))
     with pytest.raises(ValueError, match="reset"):
         train(config, corpus, tmp_path / "b", tmp_path / "a")
 
@@ -238,11 +241,12 @@ def test_flops_equal_torch_counter(model: ModelConfig) -> None:
     # Only the unfused kernel is counted.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         Transformer(model, vocabulary)(torch.zeros(2, length, dtype=torch.long))
-    ours = forward_flops(model, vocabulary, tokens=2 * length, pairs=2 * length * length)
+    dense = Shape.dense(2, length)
+    ours = forward_flops(model, vocabulary, dense)
     convolutions = 2.0 * model.layers * 2 * model.canon * model.width * 2 * length
     assert counter.get_total_flops() == ours - convolutions
     # A row of logits that is not made costs the head's product less.
-    last = forward_flops(model, vocabulary, tokens=2 * length, pairs=2 * length * length, read=2)
+    last = forward_flops(model, vocabulary, dataclasses.replace(dense, read=2))
     assert ours - last == 2 * (2 * length - 2) * model.width * vocabulary
 
 
@@ -255,17 +259,17 @@ def test_sampling_flops_equal_torch_counter() -> None:
     noise = Noise(seed=0, purpose="flops")
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         drawn = sample(model, ids, range(prompts), samples=samples, max_new_tokens=new, end=-1, pad=0, noise=noise)
-    rollouts = rl.Rollouts(ids, drawn, [], np.zeros((prompts, samples)))
-    ours = rl._flops(model, rollouts, [], 1, False)
+    ours = forward_flops(MODEL, 19, sampling_shape(ids, drawn))
     # torch counts the full square of the prompts, and no convolutions over a whole sequence.
     square = prompts * (length * length - causal_pairs(0, length)) * 4 * MODEL.layers * MODEL.width
     convolutions = 4 * MODEL.layers * MODEL.canon * MODEL.width * prompts * length
     assert counter.get_total_flops() == ours + square - convolutions
+    assert counter.get_total_flops() == forward_flops(MODEL, 19, drawn.executed) - convolutions
 
 
-def test_cost_counts_real_tokens_and_visible_pairs() -> None:
+def test_useful_work_is_real_tokens_and_visible_pairs() -> None:
     documents = np.array([[1, 1, 2, 2, 2, 0], [1, 0, 0, 0, 0, 0]])
     visible = (documents[:, :, None] == documents[:, None, :]) & (documents[:, :, None] > 0)
     visible &= np.tril(np.ones((6, 6), dtype=bool))
-    assert training.Cost.of(documents) == training.Cost(tokens=6, pairs=int(visible.sum()))
+    assert training.useful(documents) == Shape(6, int(visible.sum()), 6)
     assert causal_pairs(4, 3) == 5 + 6 + 7

@@ -51,6 +51,7 @@ class ArithmeticTask:
     """
 
     name = "arithmetic"
+    epoch = 1
     statuses = STATUSES
     roles = ROLES
 
