@@ -12,17 +12,23 @@ sampling    new tokens/s of 32 prompts x 16 samples x 64 new tokens at temperatu
 problems    problems/s. Ours: `arithmetic`, 4 operations, with trace, roles and two canonical keys.
             Peer: reasoning-gym's `chain_sum` with 5 terms (question and answer alone).
 verdicts    gold solutions judged a second. Ours: step by step. Peer: reasoning-gym's `score_answer` (answer alone).
+states      MB/s of weights and AdamW moments saved, at 5M parameters. Ours: safetensors, synced, digests, the manifest
+            last, renamed, read back and checked before the older state goes. Peer: Lightning Fabric's `save`
+            (torch.save; not synced, no digests, not read back). Second peer: the same, and synced.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +38,12 @@ from models.noise import Noise
 from models.sampler import sample
 from models.transformer import Transformer, token_log_probs
 from synthetic_tasks import Tokenizer, get_task
-from testbed import optim
+from testbed import load_spec, optim, runtime
 from testbed.config import Optimizer
+from testbed.graph import build
+from testbed.saves import Saves
+from testbed.store import Store
+from testbed.tracking import Tracker
 
 # A measurement returns how many units of work one call did.
 Work = Callable[[], int]
@@ -53,6 +63,7 @@ def main() -> None:
         ("sampling", "new tokens/s", sampling()),
         ("problems", "problems/s", problems()),
         ("verdicts", "verdicts/s", verdicts()),
+        ("states", "MB/s", states()),
     ):
         rates = measure(works, options.repeats)
         ours = rates.pop("ours")
@@ -63,7 +74,7 @@ def main() -> None:
     print(f"{'what':10} {'ours':>12} {'peer':>12}  ratio  peer's name")
     for row in rows:
         print(f"{row['what']:10} {row['ours']:12,.0f} {row['theirs']:12,.0f} {row['ratio']:6.2f}  {row['peer']}")
-    packages = {name: version(name) for name in ("torch", "transformers", "reasoning-gym")}
+    packages = {name: version(name) for name in ("torch", "transformers", "reasoning-gym", "lightning")}
     print(f"{platform.processor() or platform.machine()}, one thread, {packages}")
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
@@ -174,6 +185,49 @@ def verdicts() -> dict[str, Work]:
         return len(entries)
 
     return {"ours": ours, "reasoning-gym score_answer": theirs}
+
+
+def states() -> dict[str, Work]:
+    from lightning.fabric import Fabric
+
+    tokenizer = Tokenizer.for_tasks(get_task("arithmetic"))
+    model = Transformer(preset("5M"), len(tokenizer))
+    optimizers = optim.build(model, Optimizer())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    size = 3 * 4 * model.parameter_count() // 10**6
+    folder = Path(tempfile.mkdtemp())
+    store, fabric = Store(folder / "store", announce=print), Fabric(accelerator="cpu", devices=1)
+    store.prepare()
+    spec = load_spec("smoke")
+    node = next(node for node in build(spec).nodes.values() if node.kind == "pretrain")
+    saves, steps = Saves(store, node), iter(range(1, 10**6))
+    tracker = Tracker(folder)
+    tracker.log(1, 1)
+
+    def write(out: Path) -> dict[str, Any]:
+        runtime.save_model(out, model, tokenizer)
+        runtime.save_optimizers(out, optimizers)
+        return {}
+
+    def ours() -> int:
+        saves.save(next(steps), write, tracker)
+        return size
+
+    def fabric_save() -> int:
+        state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+        fabric.save(folder / "peer.ckpt", state)
+        return size
+
+    def fabric_save_synced() -> int:
+        fabric_save()
+        with (folder / "peer.ckpt").open("rb") as file:
+            os.fsync(file.fileno())
+        return size
+
+    return {"ours": ours, "lightning Fabric.save": fabric_save, "lightning Fabric.save, synced": fabric_save_synced}
 
 
 def models() -> tuple[Transformer, Any, int]:

@@ -12,6 +12,7 @@ others are done meanwhile. SIGINT and SIGTERM end a run at a safe place: every s
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -60,6 +61,8 @@ class Outcome:
 
     reused: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
+    # What was there when it came to be made: another process had made it, or another node on its way.
+    found: list[str] = field(default_factory=list)
     # Cause of failure, and where the traceback lies (None where not even that could be written).
     failed: dict[str, tuple[str, Path | None]] = field(default_factory=dict)
     # Of those, what had failed in an earlier run and was not tried again.
@@ -87,7 +90,8 @@ def run_graph(
 ) -> Outcome:
     """Make every artifact of the graph that the store does not have.
 
-    workers: processes; None for one a core (and device of a stage), at most one a node. One worker runs in this process.
+    workers: processes; None for one a core, or for as many cores as a stage has devices; at most one a node. One worker
+    runs in this process.
     threads: of each worker; None shares the cores out between the workers asked for. How much is left to do never
     changes it: sums in another number of threads have other last bits, and arms are compared.
     conduct: how nodes are run. retry: try again what failed in an earlier run.
@@ -152,7 +156,7 @@ class _State:
 
     @property
     def finished(self) -> set[str]:
-        return {*self.outcome.reused, *self.outcome.made}
+        return {*self.outcome.reused, *self.outcome.made, *self.outcome.found}
 
     @property
     def over(self) -> set[str]:
@@ -217,9 +221,9 @@ class _State:
             events += self._skip(key)
         return events
 
-    def done(self, key: str) -> Event:
+    def done(self, key: str, found: bool) -> Event:
         self.running.pop(key, None)
-        self.outcome.made.append(key)
+        (self.outcome.found if found else self.outcome.made).append(key)
         return Event("done", self.graph.nodes[key], line=self.line())
 
     def failed(self, key: str, cause: str, trace: str, lasting: bool) -> list[Event]:
@@ -243,7 +247,7 @@ class _State:
         events, lost = [], [key]
         while lost:
             key = lost.pop()
-            kept = [node for node in self.graph.nodes.values() if node.after == key]
+            kept = self.graph.made_by(key)
             missing = [node for node in kept if not self.store.has(shelf(node.kind), node.key)]
             for child in [*self.graph.children(key), *missing]:
                 if child.key not in self.over:
@@ -275,7 +279,7 @@ def _chains(graph: Graph, sizes: Mapping[str, float]) -> dict[str, float]:
     """Work from each node to the end of the longest chain that hangs on it."""
     chains: dict[str, float] = {}
     for key in reversed(graph.nodes):
-        then = [*graph.children(key), *(node for node in graph.nodes.values() if node.after == key)]
+        then = [*graph.children(key), *graph.made_by(key)]
         chains[key] = sizes[key] + max((chains[child.key] for child in then), default=0.0)
     return chains
 
@@ -302,15 +306,19 @@ def _make_here(node: Node, state: _State, job: _Job, on_event: Callable[[Event],
     def note(text: str) -> None:
         on_event(Event("note", node, text=text))
 
+    there: list[bool] = []
     try:
-        execute(node, state.store, report=report, announce=note, runners=job.runners, conduct=job.conduct, wait=False)
+        execute(
+            node, state.store, report=report, announce=note, runners=job.runners, conduct=job.conduct, wait=False,
+            found=lambda: there.append(True),
+        )  # fmt: skip
     except Busy as busy:
         return state.busy(node.key, str(busy))
     except Stopped:
         return state.stopped(node.key)
     except Exception as error:
         return state.failed(node.key, _cause(error), traceback.format_exc(), _lasting(error))
-    return [state.done(node.key)]
+    return [state.done(node.key, bool(there))]
 
 
 @dataclass
@@ -391,7 +399,7 @@ def _take(state: _State, worker: _Worker, message: tuple[Any, ...]) -> list[Even
         return state.busy(node.key, *rest)
     if kind == "stopped":
         return state.stopped(node.key)
-    return [state.done(node.key)] if kind == "done" else state.failed(node.key, *rest)
+    return [state.done(node.key, *rest)] if kind == "done" else state.failed(node.key, *rest)
 
 
 def _start(job: _Job) -> _Worker:
@@ -445,11 +453,12 @@ def _serve(pipe: Connection, job: _Job) -> None:
     try:
         while True:
             node = pipe.recv()
-            idle = False
+            idle, there = False, [False]
             try:
                 execute(
-                    node, store, report=report, announce=announce, runners=job.runners, conduct=job.conduct, wait=False
-                )
+                    node, store, report=report, announce=announce, runners=job.runners, conduct=job.conduct, wait=False,
+                    found=functools.partial(there.append, True),
+                )  # fmt: skip
             except (BrokenPipeError, EOFError):
                 raise
             except Busy as busy:
@@ -459,7 +468,7 @@ def _serve(pipe: Connection, job: _Job) -> None:
             except Exception as error:
                 answer = ("failed", _cause(error), traceback.format_exc(), _lasting(error))
             else:
-                answer = ("done",)
+                answer = ("done", there[-1])
             idle = True
             pipe.send(answer)
             if stopping.asked():

@@ -172,7 +172,8 @@ def run(
             err=True,
         )
         raise typer.Exit(1)
-    typer.echo(f"{made} made, {reused} reused in {duration(outcome.wall_s)}; store {here.root}")
+    found = f", {len(outcome.found)} found made" if outcome.found else ""
+    typer.echo(f"{made} made{found}, {reused} reused in {duration(outcome.wall_s)}; store {here.root}")
     _conclude(graph.spec, here, changes)
 
 

@@ -69,8 +69,9 @@ def execute(
     runners: Mapping[str, str] = RUNNERS,
     conduct: Conduct = Conduct(),
     wait: bool = True,
+    found: Callable[[], None] = lambda: None,
 ) -> Artifact:
-    """The node's artifact, made now unless the store has it.
+    """The node's artifact, made now unless the store has it, which `found` is told.
 
     wait: until another process that works on it has finished; else Busy is raised.
     Raises StoreError where an input is not there; whatever the run raises, nothing is published.
@@ -78,30 +79,53 @@ def execute(
     folder = shelf(node.kind)
     announce = announce or store.announce
     with store.lease(folder, node.key, wait=wait, waiting=lambda text: announce(f"{node.label}: {text}")) as lease:
-        if (found := store.get(folder, node.key)) is not None:
-            return found
+        if (there := store.get(folder, node.key)) is not None:
+            found()
+            return there
         inputs = {role: _input(store, node, role, key) for role, key in node.parents.items()}
         module, _, name = runners[_runner(node)].partition(":")
         run: Run = getattr(importlib.import_module(module), name)
         saves = Saves(store, node, lease, every=conduct.save_every, other_class=conduct.other_class, announce=announce)
-        with store.publish(folder, node.key, lease=lease) as draft:
-            copy = None
-            if conduct.wandb is not None:
-                copy = WandbRun(
-                    project=conduct.wandb, name=node.label, folder=store.root, config=node.fields, announce=announce,
-                    key=node.key, group=conduct.group,
-                )  # fmt: skip
-            devices = conduct.devices if _runner(node) in TOGETHER else 1
-            tracker = Tracker(draft.out, name=node.label, report=report, wandb=copy, devices=devices)
-            with tracker, _ranks(node, inputs, runners[_runner(node)], devices):
-                summary = run(node, inputs, draft.out, tracker, saves)
-            draft.manifest = saves.manifest(summary, tracker.seconds)
-            if node.step is not None:
-                draft.manifest["step"] = node.step
+        try:
+            with (
+                store.publish(folder, node.key, lease=lease) as draft,
+                _tracked(node, store, draft.out, report, announce, conduct) as tracker,
+            ):
+                with _ranks(node, inputs, runners[_runner(node)], _devices(node, conduct)):
+                    summary = run(node, inputs, draft.out, tracker, saves)
+                draft.manifest = saves.manifest(summary, tracker.seconds)
+                if node.step is not None:
+                    draft.manifest["step"] = node.step
+        except StoreError:
+            # Somebody else may have published it meanwhile: an import, or who took over a lease that was lost.
+            if not store.has(folder, node.key):
+                raise
         saves.clear()
     artifact = store.get(folder, node.key, read=False)
     assert artifact is not None
     return artifact
+
+
+def _tracked(
+    node: Node,
+    store: Store,
+    out: Path,
+    report: Callable[[Progress], None] | None,
+    announce: Callable[[str], None],
+    conduct: Conduct,
+) -> Tracker:
+    copy = None
+    if conduct.wandb is not None:
+        copy = WandbRun(
+            project=conduct.wandb, name=node.label, folder=store.root, config=node.fields, announce=announce,
+            key=node.key, group=conduct.group,
+        )  # fmt: skip
+    return Tracker(out, name=node.label, report=report, wandb=copy, devices=_devices(node, conduct))
+
+
+def _devices(node: Node, conduct: Conduct) -> int:
+    """Processes that a node is run in: several for stages of many steps alone."""
+    return conduct.devices if _runner(node) in TOGETHER else 1
 
 
 def _ranks(node: Node, inputs: Mapping[str, Path], run: str, devices: int) -> AbstractContextManager[None]:

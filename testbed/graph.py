@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -84,7 +85,27 @@ class Graph:
 
     def children(self, key: str) -> list[Node]:
         """The nodes that read this one."""
-        return [node for node in self.nodes.values() if key in node.parents.values()]
+        return self._readers.get(key, [])
+
+    def made_by(self, key: str) -> list[Node]:
+        """The checkpoints that this node makes on its way."""
+        return self._made_by.get(key, [])
+
+    @cached_property
+    def _readers(self) -> dict[str, list[Node]]:
+        readers: dict[str, list[Node]] = {}
+        for node in self.nodes.values():
+            for key in dict.fromkeys(node.parents.values()):
+                readers.setdefault(key, []).append(node)
+        return readers
+
+    @cached_property
+    def _made_by(self) -> dict[str, list[Node]]:
+        made: dict[str, list[Node]] = {}
+        for node in self.nodes.values():
+            if node.after is not None:
+                made.setdefault(node.after, []).append(node)
+        return made
 
 
 def build(spec: Spec) -> Graph:
@@ -96,7 +117,7 @@ def canonical(value: Any, hint: Any = None) -> Any:
     """What JSON is made of, for hashing: fields at their default left out, numbers of the type that `hint` declares, so
     that 1 and 1.0 are one thing where a number is real and two where it counts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        hints, out = get_type_hints(type(value)), {}
+        hints, out = _hints(type(value)), {}
         for f in dataclasses.fields(value):
             if (type(value), f.name) not in NON_SEMANTIC:
                 item = canonical(getattr(value, f.name), hints[f.name])
@@ -115,6 +136,11 @@ def canonical(value: Any, hint: Any = None) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{value!r} has no canonical form")
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _real(hint: Any) -> bool:

@@ -35,8 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from testbed import stopping
 from testbed.config import RL, Train
@@ -118,6 +117,14 @@ def here() -> tuple[int, int]:
     return _rank, _size
 
 
+def _abort() -> None:
+    """Break off what this process waits for."""
+    # Not public in torch; what imports this module on a CPU must not need it.
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
 def _join(rank: int, size: int, store: TCPStore) -> None:
     """Become one of `size` ranks; returns when all have."""
     global _rank, _size
@@ -136,7 +143,7 @@ def _part(*, clean: bool) -> None:
     if not dist.is_initialized():
         return
     if not clean and torch.cuda.is_available():
-        _abort_process_group()  # NCCL would wait for the others
+        _abort()  # NCCL would wait for the others
     else:
         dist.destroy_process_group()
 
@@ -303,7 +310,7 @@ class _Team:
             if broken and not heard and not self._closing and torch.cuda.is_available():
                 # Gloo breaks off where a rank is gone; NCCL waits, and this process with it.
                 with contextlib.suppress(Exception):
-                    _abort_process_group()
+                    _abort()
             for pipe in heard:
                 member = open_pipes[pipe]  # type: ignore[index]
                 try:

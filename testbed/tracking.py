@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import netrc
 import os
 import sys
 import time
@@ -223,7 +224,7 @@ class WandbRun:
             folder.mkdir(parents=True, exist_ok=True)
             self._run = wandb.init(
                 project=project, name=name, group=group or None, id=key.replace("@", "-"), resume="allow",
-                dir=str(folder), config=config, reinit="create_new", mode=_wandb_mode(wandb),
+                dir=str(folder), config=config, reinit="create_new", mode=_wandb_mode(),
                 settings=wandb.Settings(silent=True, init_timeout=20),
             )  # fmt: skip
             self._last = int(getattr(self._run, "step", 0) or 0) - 1
@@ -249,14 +250,16 @@ class WandbRun:
             self._announce(f"wandb is off ({first[0]}); metrics are in {METRICS} all the same.")
 
 
-def _wandb_mode(wandb: Any) -> str | None:
+def _wandb_mode() -> str | None:
     """Offline where there is neither a wish nor a key; None leaves it to wandb."""
     if os.environ.get("WANDB_MODE") or os.environ.get("WANDB_API_KEY"):
         return None
     try:
-        return None if wandb.api.api_key else "offline"
-    except Exception:  # of many kinds, as above
-        return "offline"
+        # Where `wandb login` puts it. wandb itself tells only by asking, or by going online.
+        hosts = netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        hosts = {}
+    return None if any("wandb" in host for host in hosts) else "offline"
 
 
 def duration(seconds: float) -> str:

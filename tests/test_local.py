@@ -186,7 +186,7 @@ def test_what_another_process_has_in_hand_is_left_to_it(store: Store) -> None:
 
     outcome = run_graph(graph, store, workers=1, on_event=watch, runners=FAKES)
     thread.join()
-    assert outcome.ok
+    assert outcome.ok and not outcome.found and set(outcome.made) == set(graph.nodes)
     waited = next(i for i, text in enumerate(order) if "works on" in text)
     assert waited < order.index("evaluation of mid, seed 0") < order.index("anneal, seed 0")
 
@@ -200,6 +200,7 @@ from testbed.store import Store
 runners = dict.fromkeys({kinds!r}, "fake_runners:counted")
 if __name__ == "__main__":
     outcome = run_graph(build(load("smoke")), Store({store!r}), workers=1, runners=runners)
+    print(len(outcome.made), len(outcome.found) + len(outcome.reused))
     sys.exit(0 if outcome.ok else str(outcome))
 """
 
@@ -210,8 +211,13 @@ def test_eight_processes_run_one_plan_and_each_node_once(tmp_path: Path) -> None
     text = EIGHT.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"), kinds=list(FAKES))
     script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(root), "COUNT": str(tmp_path / "count")}
-    several = [subprocess.Popen([sys.executable, str(script)], cwd=root, env=environment) for _ in range(8)]
-    assert [process.wait(timeout=120) for process in several] == [0] * 8
+    command = [sys.executable, str(script)]
+    several = [
+        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)
+    ]
+    told = [process.communicate(timeout=120)[0].split() for process in several]
+    assert [process.returncode for process in several] == [0] * 8
+    assert sum(int(made) for made, _ in told) == 24 and all(int(made) + int(there) == 24 for made, there in told)
     counted = (tmp_path / "count").read_text().split()
     graph = smoke()
     assert sorted(key for key, _ in (line.split(":") for line in counted)) == sorted(graph.nodes)

@@ -105,6 +105,22 @@ def test_quantities(value: float, text: str) -> None:
     assert quantity(value) == text
 
 
+def test_wandb_is_online_where_there_is_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from testbed.tracking import _wandb_mode
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert _wandb_mode() == "offline"
+    (tmp_path / ".netrc").write_text("machine api.wandb.example login user password x\n")
+    (tmp_path / ".netrc").chmod(0o600)
+    assert _wandb_mode() is None
+    (tmp_path / ".netrc").write_text("what is this\n")
+    assert _wandb_mode() == "offline"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert _wandb_mode() is None
+
+
 def test_steps_that_wandb_has_are_not_logged_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage that was killed and taken up repeats some steps; wandb would drop what does not increase, and warn."""
 
