@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from analysis.compute import arm_stages, by_arm, lineage
+from analysis.compute import arm_stages, base_of, by_arm, lineage, once
 from analysis.intervals import Interval, over_seeds, t_half_width, wilson
 from analysis.tables import Metric, bands, check_outcomes, independent, interval_columns, matrix
 
@@ -228,22 +228,37 @@ def _label(coalition: Coalition, factors: Sequence[str], between: str = "+") -> 
     return between.join(factor for factor in factors if factor in coalition)
 
 
+# Kinds of stages that are made of several others.
+MIXED = ("parallel", "combine")
+
+
 def _same_doses(stages: pd.DataFrame, ends: Mapping[str, str]) -> None:
     """All arms start from one first stage, and a kind of stage beyond pretraining has one dose (tokens, or samples for
-    RL) in all arms that have it at all."""
+    RL) in all arms that have it at all. A stage that is made of several (parallel, combine) has no dose of one."""
     doses: dict[str, tuple[str, float]] = {}
-    roots = {lineage(stages, end)[0]: arm for arm, end in ends.items()}
+    roots: dict[str, str] = {}
+    first = set(stages.loc[stages["parent"].isna() | (stages["parent"] == ""), "stage"])
+    for arm, end in ends.items():
+        roots |= {base_of(stage): arm for stage in lineage(stages, end) if stage in first}
+        mixed = stages[stages["stage"].isin(lineage(stages, end)) & stages["kind"].isin(MIXED)]
+        if not mixed.empty:
+            stage, kind = str(mixed["stage"].iloc[0]), str(mixed["kind"].iloc[0])
+            raise ValueError(
+                f"arm {arm!r} has the {kind} stage {stage!r}, in which several factors act at once: it is a contrast "
+                "of its own, and no cell of a factorial"
+            )
     if len(roots) > 1:
         raise ValueError(
             f"arms {' and '.join(map(repr, roots.values()))} start from different stages ({', '.join(roots)}): what "
             "they differ in is not one factor"
         )
     for arm, end in ends.items():
-        mine = stages[stages["stage"].isin(lineage(stages, end)) & (stages["kind"] != "pretrain")]
-        for kind, rows in mine.groupby("kind"):
+        mine = once(stages[stages["stage"].isin(lineage(stages, end)) & (stages["kind"] != "pretrain")])
+        for name, rows in mine.groupby("kind"):
+            kind = str(name)
             column = "samples" if kind == "rl" else "tokens"
             dose = float(rows.groupby("seed")[column].sum().mean())
-            other, expected = doses.setdefault(str(kind), (arm, dose))
+            other, expected = doses.setdefault(kind, (arm, dose))
             if abs(dose - expected) > 0.01 * max(dose, expected):
                 raise ValueError(
                     f"arms {other!r} and {arm!r} have different doses of {kind} ({expected:.0f} and {dose:.0f} "

@@ -6,13 +6,14 @@ never received a reward has "no signal", which says nothing about what RL could 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import pandas as pd
 
-from analysis.compute import arm_stages, lineage
+from analysis.compute import arm_stages, base_of, lineage, once
 from analysis.intervals import DIFFERENCE, SECOND_DIFFERENCE, Interval, over_seeds, over_seeds_and_problems
 from analysis.tables import Metric, check_outcomes, independent, matrix
 
@@ -169,15 +170,20 @@ class _Signal:
 def _signal(
     outcomes: pd.DataFrame, stages: pd.DataFrame, arm: str, parents: Mapping[str, str | None]
 ) -> _Signal | None:
-    """None for an arm without RL of its own."""
+    """None for an arm without RL of its own. Of a stage of which the parent has a checkpoint, the rest counts."""
     ends = arm_stages(outcomes)
     before = lineage(stages, ends[str(parents[arm])])
     own = [stage for stage in lineage(stages, ends[arm]) if stage not in before]
-    rows = stages[stages["stage"].isin(own) & (stages["kind"] == "rl")]
-    signal, groups = (float(rows[column].fillna(0).sum()) for column in ("groups_with_signal", "groups"))
+    rows = once(stages[stages["stage"].isin(own)])
+    earlier = once(stages[stages["stage"].isin(before) & stages["stage"].map(base_of).isin(rows["stage"].map(base_of))])
+    signal, groups = (
+        float(rows[column].fillna(0).sum() - earlier[column].fillna(0).sum())
+        for column in ("groups_with_signal", "groups")
+    )
     if not groups:
         return None
-    change = rows["weight_change"].mean()
+    # Where a part of it is the parent's, the change of weights is not its own.
+    change = rows.loc[rows["groups"].fillna(0) > 0, "weight_change"].mean() if earlier.empty else math.nan
     return _Signal(groups, signal / groups, None if pd.isna(change) else float(change))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -25,11 +25,7 @@ def arm_stages(outcomes: pd.DataFrame) -> dict[str, str]:
 
 
 def lineage(stages: pd.DataFrame, stage: str) -> tuple[str, ...]:
-    """The stage and its ancestors, each after its own parents. Of two checkpoints of one stage (`a@10`, `a@20` and `a`
-    itself) the furthest alone is there: it went through the others.
-
-    Raises TableError for an unknown stage or a circle.
-    """
+    """The stage and its ancestors, each after its own parents. Raises TableError for an unknown stage or a circle."""
     parents = {str(name): parent for name, parent in stages[["stage", "parent"]].itertuples(index=False)}
     chain: list[str] = []
 
@@ -39,39 +35,49 @@ def lineage(stages: pd.DataFrame, stage: str) -> tuple[str, ...]:
         if name not in parents:
             raise TableError(f"no stage {name!r} in the stages table; it has {', '.join(parents)}")
         if name not in chain:
-            parent = parents[name]
-            for before in parent.split(SEVERAL) if isinstance(parent, str) and parent else []:
+            for before in _names(parents[name]):
                 add(before, (*below, name))
             chain.append(name)
 
     add(stage, ())
-    return tuple(furthest(chain))
+    return tuple(chain)
 
 
-def furthest(stages: Iterable[str]) -> list[str]:
-    """The names without those of checkpoints that another of them went through."""
-    names = list(stages)
+def _names(parent: object) -> list[str]:
+    return parent.split(SEVERAL) if isinstance(parent, str) and parent else []
 
-    def place(name: str) -> tuple[str, float]:
-        base, at, step = name.partition("@")
-        return (base, float(step)) if at and step.isdigit() else (name, math.inf)
 
-    most: dict[str, float] = {}
-    for base, step in map(place, names):
-        most[base] = max(step, most.get(base, 0.0))
-    return [name for name in names if place(name)[1] == most[place(name)[0]]]
+def base_of(name: str) -> str:
+    """The stage, or its key, that a checkpoint (`stage@step`) belongs to; any other name itself."""
+    base, at, step = name.partition("@")
+    return base if at and step.isdecimal() else name
+
+
+def once(stages: pd.DataFrame) -> pd.DataFrame:
+    """Of the rows of one stage (by its key) in one seed, the furthest alone: a stage went through its checkpoints, and
+    one stage may have several names."""
+    keys = [str(key) for key in stages["key"]]
+    base = [base_of(key) for key in keys]
+    step = [math.inf if one == key else int(key[len(one) + 1 :]) for key, one in zip(keys, base, strict=True)]
+    ordered = stages.assign(_base=base, _step=step).sort_values("_step", kind="stable")
+    kept = ordered.drop_duplicates(["_base", "seed"], keep="last").index
+    return stages.loc[stages.index.isin(kept)]
 
 
 def parent_arms(stages: pd.DataFrame, arms: Mapping[str, str]) -> dict[str, str]:
     """The arm that each arm continues: the nearest ancestor stage that is itself an arm's; arms without one are left
     out. Where arms branch from a stage that was never evaluated, name the parents by hand."""
     owner = {stage: arm for arm, stage in reversed(list(arms.items()))}
+    parents = {str(name): _names(parent) for name, parent in stages[["stage", "parent"]].itertuples(index=False)}
     found = {}
     for arm, stage in arms.items():
-        for ancestor in reversed(lineage(stages, stage)[:-1]):
-            if ancestor in owner:
-                found[arm] = owner[ancestor]
-                break
+        lineage(stages, stage)  # known, and no circle
+        before = parents[stage]
+        # What is made of several continues none of them.
+        while len(before) == 1 and before[0] not in owner:
+            before = parents[before[0]]
+        if len(before) == 1:
+            found[arm] = owner[before[0]]
     return found
 
 
@@ -85,14 +91,13 @@ def by_arm(stages: pd.DataFrame, arms: Mapping[str, str]) -> pd.DataFrame:
     rows = []
     for arm, stage in arms.items():
         chain = lineage(stages, stage)
-        mine = stages[stages["stage"].isin(chain)]
+        mine = once(stages[stages["stage"].isin(chain)])
         counts = mine.groupby("seed")[list(COUNTS)].sum().mean()
         rows.append({"arm": arm, "stages": chain} | {name: float(counts[name]) for name in COUNTS})
     return pd.DataFrame(rows)
 
 
 def total(stages: pd.DataFrame) -> pd.Series:
-    """COUNTS of the whole experiment, all seeds together: each finished stage (its key) once, and of its checkpoints
-    the furthest alone."""
-    once = check(stages, STAGES).drop_duplicates("key")
-    return once[once["stage"].isin(furthest(once["stage"]))][list(COUNTS)].sum()
+    """COUNTS of the whole experiment, all seeds together: each stage (its key) once, and of its checkpoints the
+    furthest alone."""
+    return once(check(stages, STAGES).drop_duplicates("key"))[list(COUNTS)].sum()

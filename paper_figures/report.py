@@ -179,7 +179,9 @@ def warnings(tables: Tables) -> list[str]:
             "test problems there may have the shape of training problems (never the same values)."
         )
     if not stages.empty:
-        groups = stages[stages["kind"] == "rl"].groupby("stage", sort=False)[["groups", "groups_with_signal"]].sum()
+        groups = (
+            stages[stages["groups"].fillna(0) > 0].groupby("stage", sort=False)[["groups", "groups_with_signal"]].sum()
+        )
         silent = groups[(groups["groups"] > 0) & (groups["groups_with_signal"] == 0)]
         for stage, row in silent.iterrows():
             found.append(

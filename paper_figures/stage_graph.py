@@ -16,6 +16,7 @@ from matplotlib.patches import FancyBboxPatch, Patch, PathPatch
 from matplotlib.path import Path
 
 from paper_figures import style
+from testbed.nodes import is_corpus
 from testbed.planning import Plan, PlannedNode
 from testbed.tracking import quantity
 
@@ -111,7 +112,7 @@ def _carries(role: str) -> str:
     """What an input of that role lends: `weights`, `documents` or a `budget`."""
     if role.startswith("match/"):
         return "budget"
-    return "documents" if role.rpartition("/")[2] == "corpus" else "weights"
+    return "documents" if is_corpus(role) else "weights"
 
 
 def _said(node: PlannedNode, states: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from analysis.compute import base_of
 from paper_figures import style
 from paper_figures.base import FigureModule, Tables
 
@@ -23,6 +24,9 @@ def table(tables: Tables) -> pd.DataFrame:
     metrics = [metric for metric in METRICS if metric in curves.columns]
     if curves.empty or not metrics:
         return pd.DataFrame()
+    # A checkpoint's curve is the beginning of its stage's.
+    stages = set(curves["stage"])
+    curves = curves[[base_of(stage) == stage or base_of(stage) not in stages for stage in curves["stage"]]]
     long = curves.melt(["stage", "seed", "step"], metrics, var_name="metric", value_name="value").dropna(subset="value")
     # RL logs a loss too, which is no measure of progress.
     rewarded = set(long.loc[long["metric"] == "reward", "stage"])

@@ -16,7 +16,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -172,12 +171,16 @@ class _State:
         ready = [
             node
             for key, node in self.graph.nodes.items()
-            if key not in taken
-            and set(node.parents.values()) <= finished
-            # What makes it on its way is waited for.
-            and (node.after is None or node.after in over)
+            if key not in taken and set(node.parents.values()) <= finished and self._its_turn(node, over)
         ]
         return max(ready, key=lambda node: self.chains[node.key], default=None)
+
+    def _its_turn(self, node: Node, over: set[str]) -> bool:
+        """What makes a checkpoint on its way is waited for; where it does not, checkpoints go on from one another."""
+        if node.after is None:
+            return True
+        before = [one for one in self.graph.made_by(node.after) if (one.step or 0) < (node.step or 0)]
+        return node.after in over and all(one.key in over for one in before)
 
     def _look_again(self) -> None:
         now = time.monotonic()
@@ -247,7 +250,9 @@ class _State:
         events, lost = [], [key]
         while lost:
             key = lost.pop()
-            kept = self.graph.made_by(key)
+            # Checkpoints before the last saved state can be made alone; those beyond would fail like their stage.
+            saved = max(map(int, self.store.keys(f"partial/stages-{key}")), default=0)
+            kept = [node for node in self.graph.made_by(key) if (node.step or 0) > saved]
             missing = [node for node in kept if not self.store.has(shelf(node.kind), node.key)]
             for child in [*self.graph.children(key), *missing]:
                 if child.key not in self.over:
@@ -434,8 +439,7 @@ def _serve(pipe: Connection, job: _Job) -> None:
     def terminate(*_: object) -> None:
         if idle:
             os._exit(143)
-        if stopping.asked():
-            sys.exit(143)
+        # It may come twice, to the whole group and passed on by the parent, which has SIGKILL for those in a hurry.
         stopping.ask()
 
     signal.signal(signal.SIGTERM, terminate)

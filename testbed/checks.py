@@ -46,6 +46,8 @@ def _check(spec: Spec) -> Iterator[str]:
             yield from _refer(f"{here}.data", stage.data, spec.data, "corpus")
             for other in stage.match:
                 yield from _refer_stage(f"{here}.match", other, spec)
+                if isinstance(spec.stages.get(other), Combine):
+                    yield f"{here}.match: `{other}` is a sum and costs nothing; match the stages it is made of."
         elif isinstance(stage, Combine):
             for other in stage.of:
                 yield from _refer_stage(f"{here}.of", other, spec)
@@ -136,10 +138,17 @@ def _check_cycles(spec: Spec) -> Iterator[str]:
 def _check_edges(spec: Spec) -> Iterator[str]:
     """Whether every stage states what crosses from its parent, and its settings come to the same; asked when all names
     are right and lead in no circle."""
+    wrong = [
+        sentence
+        for name, stage in spec.stages.items()
+        if isinstance(stage, Parallel)
+        for sentence in _check_objectives(spec, f"stages.{name}", stage)
+    ]
+    if wrong:
+        yield from wrong
+        return
     for name, stage in spec.stages.items():
         here = f"stages.{name}"
-        if isinstance(stage, Parallel):
-            yield from _check_objectives(spec, here, stage)
         if not isinstance(stage, Train | RL) or stage.parent is None:
             continue
         settings = edges.edge(spec, name)
@@ -190,15 +199,34 @@ def _check_objectives(spec: Spec, here: str, stage: Parallel) -> Iterator[str]:
 def _check_rows(spec: Spec) -> Iterator[str]:
     """A corpus that is read on by a later stage is packed into rows of the same length; asked when all names are
     right."""
-    for name, stage in spec.stages.items():
-        for ancestor in reversed(spec.lineage(name)[:-1]):
-            earlier = spec.stages[split_reference(ancestor)[0]]
-            if not (isinstance(stage, Train) and isinstance(earlier, Train) and earlier.data == stage.data):
-                continue
-            if earlier.row_length != stage.row_length:
+    Rows = dict[str, tuple[int, str]]  # of every corpus the length, and who read it last
+    known: dict[str, Rows] = {}
+
+    def inputs(name: str) -> list[Rows]:
+        stage = spec.stages[name]
+        objectives = tuple(stage.objectives) if isinstance(stage, Parallel) else ()
+        return [read(split_reference(other)[0]) for other in (*spec.parents_of(name), *objectives)]
+
+    def own(name: str) -> Rows:
+        stage = spec.stages[name]
+        return {stage.data: (stage.row_length, name)} if isinstance(stage, Train) else {}
+
+    def read(name: str) -> Rows:
+        if name not in known:
+            found: Rows = {}
+            for rows in (*inputs(name), own(name)):
+                found |= rows
+            known[name] = found
+        return known[name]
+
+    for name in spec.stages:
+        for data, (length, reader) in read(name).items():
+            others = [rows[data] for rows in inputs(name) if data in rows and rows[data][0] != length]
+            if others:
+                field = "row_length" if own(name) else spec.stages[name].kind
                 yield (
-                    f"stages.{name}.row_length: `{ancestor}` read the corpus `{stage.data}` in rows of "
-                    f"{earlier.row_length}, and this stage goes on where it stopped; take the same"
+                    f"stages.{name}.{field}: `{others[0][1]}` read the corpus `{data}` in rows of {others[0][0]}, and "
+                    f"`{reader}` in rows of {length}; what goes on where another stopped takes the same"
                 )
                 break
 

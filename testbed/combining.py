@@ -21,7 +21,7 @@ from testbed.trainer import Learner, train
 from testbed.training import NextToken
 
 # Least annealed first.
-RATE_STATES = ("stable", "annealing", "annealed")
+RATE_STATES = ("warming", "stable", "annealing", "annealed")
 
 
 def weighted_sum(terms: Sequence[tuple[float, nn.Module]]) -> list[Tensor]:
@@ -84,16 +84,21 @@ class Averaging(Learner):
         self.node, self.config, self.total = node, config, config.steps
         self.parts: dict[str, NextToken | Policy] = {}
         self.factors: dict[str, float] = {}
+        # Of the metrics: the kind, with a number where several are of one.
         self.names: dict[str, str] = {}
-        # By key, for the reason given above; two objectives may be equal, so their place tells them apart.
-        for place, (name, objective) in enumerate(sorted(node.objectives.items(), key=lambda item: item[1].key)):
+        # By key and factor, for the reason given above; two objectives may be equal, so their place tells them apart.
+        # What they are called here is the spec's affair, and must not be in an artifact that other specs share.
+        order = sorted(node.objectives.items(), key=lambda item: (item[1].key, config.objectives[item[0]]))
+        for place, (name, objective) in enumerate(order):
             read = {"parent": inputs["parent"]}
             if isinstance(objective.config, RL):
                 part: NextToken | Policy = Policy(objective, read)
             else:
-                part = NextToken(objective, read | {"corpus": inputs[f"{name}/corpus"]}, total=config.steps)
+                part = NextToken(objective, read | {"corpus": inputs[f"objective/{name}"]}, total=config.steps)
             label = f"{place}-{objective.key}"
-            self.parts[label], self.factors[label], self.names[label] = part, config.objectives[name], name
+            self.parts[label], self.factors[label] = part, config.objectives[name]
+            same = sum(other.kind == objective.kind for other in node.objectives.values()) > 1
+            self.names[label] = f"{objective.kind}{place}" if same else objective.kind
         first = next(iter(self.parts.values()))
         self.tokenizer, self.ranks = first.tokenizer, first.ranks
         self.raw = runtime.load_parent(inputs["parent"], self.tokenizer).to(next(first.raw.parameters()).device)
@@ -171,19 +176,18 @@ def _least_annealed(states: Any) -> str:
 
 
 def _furthest(positions: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, dict[str, int]]:
-    """Of every corpus the furthest position that any part read to, so that nothing is read a second time.
+    """Of everything that is read in order the furthest position that any part came to, so that nothing is read again.
 
     Raises ValueError where parts read one corpus in rows of different lengths.
     """
     out: dict[str, dict[str, int]] = {}
     for one in positions:
-        for corpus, place in one.items():
-            before = out.get(corpus)
-            if before is not None and before["row_length"] != place["row_length"]:
+        for stream, place in one.items():
+            before = out.setdefault(stream, dict(place))
+            if before.get("row_length") != place.get("row_length"):
                 raise ValueError(
                     f"the parts read one corpus in rows of {before['row_length']} and {place['row_length']}; "
                     "take one length"
                 )
-            if before is None or place["rows"] > before["rows"]:
-                out[corpus] = dict(place)
+            out[stream] = {name: max(before[name], value) for name, value in place.items()}
     return out

@@ -17,15 +17,15 @@ def numeric_class(summary: Mapping[str, Any]) -> dict[str, Any]:
     if torch is None:
         return {}
     device = str(summary.get("device", "cpu"))
-    found = {
+    return {
         "torch": str(torch.__version__),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         # The card, not its number: two kinds of card give different bits.
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device.partition(":")[0],
         "dtype": summary.get("dtype", "float32"),
+        "devices": summary.get("devices", 1),
     }
-    return found | ({"devices": summary["devices"]} if summary.get("devices", 1) != 1 else {})
 
 
 def versions() -> dict[str, str]:

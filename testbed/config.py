@@ -73,12 +73,12 @@ class Edge(Config):
     chosen here.
     """
 
-    # Whether the parent's learning rate had decayed to its end where it is left (annealed), had not begun to (stable),
-    # or was on its way down (annealing: a checkpoint of a cosine).
-    parent: Literal["annealed", "stable", "annealing"]
+    # Where the parent's learning rate stood when it was left: at its peak (stable), at the end of its decay (annealed),
+    # or, of a kept checkpoint, on its way up (warming) or down (annealing).
+    parent: Literal["annealed", "stable", "warming", "annealing"]
     # Moments of the parent's optimizer.
     optimizer: Literal["carry", "reset"]
-    # The learning rate goes on where the parent left it, warms up from zero, or jumps to another value (restart).
+    # The learning rate goes on at the one the parent's schedule ends with, warms up, or jumps to another (restart).
     rate: Literal["continue", "rewarm", "restart"]
 
 
@@ -88,7 +88,7 @@ class _Kept(Config):
 
     # Steps whose checkpoints are kept; one that is a parent, an arm or probed is kept without being named here.
     keep: tuple[int, ...] = ()
-    # Checkpoints after 1, 2, 4, 8, ... steps up to this one; 0 keeps none.
+    # Checkpoints after 1, 2, 4, 8, ... steps up to this one, which the stage has to reach; 0 keeps none.
     keep_doubling: int = 0
 
     def kept_steps(self) -> tuple[int, ...]:
@@ -191,6 +191,8 @@ class RL(_Kept):
         _require(self.steps is None or self.steps > 0, f"steps must be positive, not {self.steps}")
         _require(self.flops is None or self.flops > 0, f"flops must be positive, not {self.flops}")
         unplanned = self.schedule.shape == "constant" and self.schedule.warmup == 0
+        beyond = [step for step in self.kept_steps() if self.steps is not None and step > self.steps]
+        _require(not beyond, f"keep: the stage has {self.steps} steps, so none has the number {beyond[:1]}")
         # How many steps a budget of FLOPs buys depends on what is sampled.
         _require(self.flops is None or unplanned, "flops: a schedule that changes over the stage needs `steps`")
         self._check_kept()
@@ -246,8 +248,8 @@ class Parallel(_Kept):
         _require(self.steps >= 1 and self.every >= 1, "steps and every must be at least 1")
         _require(self.steps % self.every == 0, f"steps ({self.steps}) must be a multiple of every ({self.every})")
         self._check_kept()
-        odd = [step for step in self.keep if step % self.every]
-        _require(not odd, f"keep: weights stand after multiples of {self.every} steps, not after {odd}")
+        odd = [step for step in self.keep if step % self.every or step > self.steps]
+        _require(not odd, f"keep: weights stand after multiples of {self.every} steps up to {self.steps}, not {odd}")
         _require(self.keep_doubling == 0, "keep_doubling: name the steps in `keep`; they must be multiples of `every`")
 
 

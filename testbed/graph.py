@@ -239,6 +239,9 @@ class _Builder:
                 node = dataclasses.replace(node, kind="checkpoint", name=reference, key=key, step=step, fields=fields)
                 self.nodes.setdefault(key, node)
                 self.stages[reference, label] = key
+                for kept in getattr(node.config, "kept_steps", tuple)():
+                    if kept < step:
+                        self._stage(f"{name}@{kept}", label, seeds)
         return self.stages[reference, label]
 
     def _stage_node(self, name: str, label: int, seeds: Seeds) -> Node:
@@ -255,7 +258,7 @@ class _Builder:
         elif isinstance(config, Parallel):
             objectives = {other: self._objective(other, config.steps, label, seeds) for other in config.objectives}
             for other, node in objectives.items():
-                parents |= {f"{other}/{role}": key for role, key in node.parents.items() if role == "corpus"}
+                parents |= {f"objective/{other}": key for role, key in node.parents.items() if role == "corpus"}
         return self._made(config.kind, name, label, config, parents, seeds, objectives)
 
     def _objective(self, name: str, steps: int, label: int, seeds: Seeds) -> Node:
@@ -348,10 +351,8 @@ class _Builder:
 def _inputs(config: Any, parents: Mapping[str, str]) -> dict[str, Any]:
     """Keys of the inputs for hashing. The names that a spec gives to matched and combined stages mean nothing: only
     what they cost, or hold, counts."""
-    named = ("match/", "of/")
-    inputs: dict[str, Any] = {
-        role: key for role, key in parents.items() if not role.startswith(named) and not role.endswith("/corpus")
-    }
+    named = ("match/", "of/", "objective/")
+    inputs: dict[str, Any] = {role: key for role, key in parents.items() if not role.startswith(named)}
     if matched := sorted(key for role, key in parents.items() if role.startswith("match/")):
         inputs["match"] = matched
     if isinstance(config, Combine):

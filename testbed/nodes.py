@@ -78,7 +78,7 @@ class Node:
     key: str
     config: Corpus | StageConfig | Evaluation | Probe
     # Keys of the artifacts it reads, by role: parent, corpus, match/<stage>, of/<stage>, stage, against, and
-    # <objective>/corpus of a parallel stage.
+    # objective/<stage> for the corpus of an objective.
     parents: dict[str, str]
     context: Context
     # What was hashed into the key; kept in the manifest.
@@ -120,7 +120,12 @@ def shelf_of_input(role: str, key: str) -> str:
     """Folder in which an input stands: checkpoints are told by their keys, corpora by their role."""
     if "@" in key:
         return SHELVES["checkpoint"]
-    return SHELVES["corpus"] if role.rpartition("/")[2] == "corpus" else "stages"
+    return SHELVES["corpus"] if is_corpus(role) else "stages"
+
+
+def is_corpus(role: str) -> bool:
+    """Whether an input is documents, by its role."""
+    return role == "corpus" or role.startswith("objective/")
 
 
 def checkpoint_key(stage: str, step: int) -> str:
@@ -131,4 +136,5 @@ def checkpoint_key(stage: str, step: int) -> str:
 def split_reference(reference: str) -> tuple[str, int | None]:
     """`pretrain@200` names the checkpoint after 200 steps of `pretrain`; without a step the stage itself is meant."""
     name, at, step = reference.partition("@")
-    return (name, int(step)) if at and step.isdigit() and int(step) > 0 else (reference, None)
+    number = int(step) if at and step.isascii() and step.isdigit() and len(step) < 10 else 0
+    return (name, number) if number > 0 else (reference, None)

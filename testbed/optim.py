@@ -33,14 +33,16 @@ def factor(schedule: Schedule, step: int, total: int) -> float:
     return 1.0 + (schedule.final - 1.0) * (step - (total - decay) + 1) / (decay + 1)
 
 
-def rate_state(schedule: Schedule, steps: int, total: int) -> Literal["annealed", "stable", "annealing"]:
-    """How the learning rate is left after `steps` of `total`: before its decay, in it, or at its end."""
-    if schedule.shape == "constant" or (schedule.shape == "wsd" and (schedule.decay == 0 or schedule.final == 1)):
+def rate_state(schedule: Schedule, steps: int, total: int) -> Literal["annealed", "stable", "warming", "annealing"]:
+    """Where the learning rate stands after `steps` of `total`: on its way up, at its peak, on its way down, or at the
+    end of its decay."""
+    warm = round(schedule.warmup * total)
+    if steps < warm:
+        return "warming"
+    decay = {"constant": 0, "cosine": total - warm, "wsd": round(schedule.decay * total)}[schedule.shape]
+    if decay == 0 or schedule.final == 1 or steps <= total - decay:
         return "stable"
-    begins = round(schedule.warmup * total) if schedule.shape == "cosine" else total - round(schedule.decay * total)
-    if steps >= total:
-        return "annealed"
-    return "annealing" if steps > begins or schedule.shape == "cosine" else "stable"
+    return "annealed" if steps >= total else "annealing"
 
 
 # Quintic coefficients of Jordan et al., "Muon" (2024): they push every singular value to about 1 in five rounds.

@@ -196,7 +196,9 @@ def plan(specs: Sequence[Spec], store: Store, *, probe: bool = True, workers: in
                 )
             )
         totals = _totals(graphs, nodes, states, past, costs, makers, workers)
-    todo = sorted((node.memory_bytes or 0 for node in planned if node.state != "done"), reverse=True)
+    # Checkpoints that others make on their way are no processes of their own.
+    working = [node for node in planned if node.state != "done" and node.maker is None]
+    todo = sorted((node.memory_bytes or 0 for node in working), reverse=True)
     totals["to_do"] = replace(totals["to_do"], memory_bytes=sum(todo[:workers]))
     return Plan(
         specs=names,
@@ -349,16 +351,8 @@ class _Past:
             tokens=summary.get("tokens", 0),
             sampled_tokens=summary.get("sampled_tokens", 0),
             flops=summary.get("flops", counted),
-            seconds=manifest.get("wall_s", self._share_of_stage(node, summary)),
+            seconds=manifest.get("wall_s"),
         )
-
-    def _share_of_stage(self, node: Node, summary: Mapping[str, Any]) -> float | None:
-        """Seconds of a checkpoint that was made on the way of a stage, by its share of the steps."""
-        if node.step is None or not self.store.has("stages", node.stage_key):
-            return None
-        _, manifest = self.store.examine("stages", node.stage_key, read=False)
-        steps, seconds = manifest.get("summary", {}).get("steps", 0), manifest.get("wall_s")
-        return float(seconds) * min(1.0, node.step / steps) if steps and seconds is not None else None
 
 
 def _counted(cost: Cost) -> Cost:

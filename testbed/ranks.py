@@ -389,7 +389,7 @@ class _Silent(Tracker):
     def __init__(self) -> None:
         pass
 
-    def take_up(self, metrics: Path) -> None:
+    def take_up(self, metrics: Path, seconds: float) -> None:
         pass
 
     def log(self, step: int, total: int, **metrics: float) -> None:

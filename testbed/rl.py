@@ -290,10 +290,13 @@ class Policy(Learner):
         self.model, *self.wrapped = fabric.setup(self.raw, *self.optimizers)
         self.raw.eval()  # there is no dropout, and scoring equals sampling
         self.ledger = Ledger(node.context.model, len(self.tokenizer))
-        self.positions = runtime.positions_of(parent)
+        self.earlier = runtime.positions_of(parent)
         seeds = node.context.seeds
         self.stream = runtime.derive(seeds.problems, f"rl problems, order {seeds.order}")
         self.weights = {operations: 1.0 for operations in node.context.bands[config.band]}
+        # A stage after another on the same problems goes on where that stopped, with noise of its own.
+        self.place = f"rl/{self.stream}/{','.join(map(str, sorted(self.weights)))}"
+        self.first = self.earlier.get(self.place, {}).get("problems", 0)
         self.total = config.steps
         self.counts = dict.fromkeys(COUNTS, 0)
 
@@ -301,10 +304,11 @@ class Policy(Learner):
         config, ranks = self.config, self.ranks
         mine = ranks.share(config.prompts)
         problems = self.task.sample_batch(
-            seed=self.stream, start=step * config.prompts + mine.start, count=len(mine), operations=self.weights,
-            split="train",
+            seed=self.stream, start=self.first + step * config.prompts + mine.start, count=len(mine),
+            operations=self.weights, split="train",
         )  # fmt: skip
-        noise = Noise(seed=self.node.context.seeds.rollout, purpose="rl", step=step)
+        purpose = f"rl after {self.first}" if self.first else "rl"
+        noise = Noise(seed=self.node.context.seeds.rollout, purpose=purpose, step=step)
         rollouts = roll_out(self.raw, self.tokenizer, self.task, problems, config, noise, first=mine.start)
         advantages = group_advantages(rollouts.rewards, scale_by_std=config.scale_by_std)
         micros = micro_batches(rollouts, advantages, config, self.tokenizer.pad)
@@ -383,7 +387,7 @@ class Policy(Learner):
             "ledger": self.ledger.record(),
             "weight_change": runtime.relative_change(self.before, runtime.flat(self.raw)),
             "rate_state": optim.rate_state(config.schedule, self.counts["steps"], config.steps or 0),
-            "positions": self.positions,
+            "positions": self.earlier | {self.place: {"problems": self.first + self.counts["groups"]}},
             "parameters": parameters,
             **runtime.conditions(),
         }

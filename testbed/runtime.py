@@ -131,7 +131,8 @@ def summary_of(path: Path) -> dict[str, Any]:
 
 
 def positions_of(path: Path) -> dict[str, dict[str, int]]:
-    """How many rows, of which length, a stage and its ancestors have read of each corpus (by key)."""
+    """How far a stage and its ancestors have read: rows, and their length, of each corpus (by key), problems of each
+    stream of RL problems (by its name)."""
     positions: dict[str, dict[str, int]] = summary_of(path)["positions"]
     return positions
 

@@ -151,9 +151,8 @@ class Saves:
 
 
 def _other_class(found: Artifact, step: int, theirs: dict[str, Any], mine: dict[str, Any]) -> str:
-    unsaid = {"devices": 1}
     differing = [
-        f"{name} {(unsaid | theirs).get(name, '(none)')} there and {(unsaid | mine).get(name, '(none)')} here"
+        f"{name} {theirs.get(name, '(none)')} there and {mine.get(name, '(none)')} here"
         for name in sorted({*theirs, *mine})
         if theirs.get(name) != mine.get(name)
     ]

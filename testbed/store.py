@@ -20,6 +20,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -287,6 +288,9 @@ class Store:
                 for left in path.parent.glob(f"{path.name}.*"):
                     left.unlink(missing_ok=True)
                 for left in (self.root / "tmp").glob(f"{path.stem}-*"):
+                    # Not that of a longer name.
+                    if not re.fullmatch(r"-[0-9a-f]{8}", left.name.removeprefix(path.stem)):
+                        continue
                     # Stopped, not dead, its process may still write there: by another name it cannot publish it.
                     self._shred(left)
             yield lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -144,6 +145,8 @@ def gc(
         return
     for one in forgotten:
         here.delete(one.path)
+    # Whoever runs one of them from now on is seen: it is remembered again.
+    garbage = dataclasses.replace(garbage, specs=garbage.specs - {one.id for one in forgotten})
     deleted: Sequence[Item] = collect.collect(garbage)
     typer.echo(f"{_bytes(sum(item.bytes for item in deleted))} freed.")
     if left := len(garbage.items) - len(deleted):

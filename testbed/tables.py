@@ -77,7 +77,7 @@ def load(spec: Spec, store: Store) -> Tables:
         json.dumps(one | {"versions": artifact.manifest["versions"]}, sort_keys=True)
         for artifact in made
         # Those that a run went through before it was taken up under its own.
-        for one in (artifact.manifest["numeric_class"], *artifact.manifest.get("crossed", []))
+        for one in (_class(artifact), *artifact.manifest.get("crossed", []))
     }
     return Tables(
         spec=spec,
@@ -113,16 +113,24 @@ def _artifacts(graph: Graph, store: Store) -> dict[str, Artifact]:
 def _stage_row(graph: Graph, found: dict[str, Artifact], stage: str, seed: int) -> dict[str, Any]:
     key = graph.stages[stage, seed]
     artifact = found[key]
-    node = graph.nodes[key]
+    # What a checkpoint was trained by; that it is one is in its name.
+    kind = str(graph.nodes[key].fields["kind"])
     told = {name: value for name, value in artifact.summary.items() if name in COUNTS and value is not None}
     parents = SEVERAL.join(graph.spec.parents_of(stage)) or None
-    place = {"stage": stage, "key": key, "kind": node.kind, "seed": seed, "parent": parents}
+    place = {"stage": stage, "key": key, "kind": kind, "seed": seed, "parent": parents}
     return place | COUNTS | told | {"wall_s": float(artifact.manifest["wall_s"])}
 
 
 def _ledger(graph: Graph, found: dict[str, Artifact]) -> pd.DataFrame:
     rows = [
-        {"stage": stage, "key": key, "kind": graph.nodes[key].kind, "seed": seed, "activity": activity, **work}
+        {
+            "stage": stage,
+            "key": key,
+            "kind": graph.nodes[key].fields["kind"],
+            "seed": seed,
+            "activity": activity,
+            **work,
+        }
         for place in (graph.stages, graph.evaluations)
         for (stage, seed), key in place.items()
         for activity, work in found[key].summary.get("ledger", {}).items()
@@ -139,6 +147,13 @@ def _probes(graph: Graph, found: dict[str, Artifact], bands: dict[int, str]) -> 
             "against": graph.spec.probes[probe].against,
         }  # fmt: skip
         yield _label(table, bands, labels)
+
+
+def _class(artifact: Artifact) -> dict[str, Any]:
+    """The numeric class; evaluations run on one device whatever the stages had."""
+    found: dict[str, Any] = artifact.manifest["numeric_class"]
+    alone = artifact.manifest["kind"] == "evaluation"
+    return {name: value for name, value in found.items() if not (alone and name == "devices")}
 
 
 def _curve(artifact: Artifact) -> pd.DataFrame | None:

@@ -76,15 +76,15 @@ class Tracker:
         # (time, step, tokens, FLOPs) at the end of the warm-up of this run.
         self._warm: tuple[float, int, float, float] | None = None
 
-    def take_up(self, metrics: Path) -> None:
-        """Go on after the lines of a saved run: they become the first of this one, and its time counts on."""
+    def take_up(self, metrics: Path, seconds: float) -> None:
+        """Go on after the lines of a saved run, which took `seconds`: they become the first of this one, and its time
+        counts on."""
         lines = metrics.read_text(encoding="utf-8")
         self._file.seek(0)
         self._file.truncate()
         self._file.write(lines)
         self._file.flush()
-        earlier = float(json.loads(lines.splitlines()[-1])["time"]) if lines else 0.0
-        self._start = self._clock() - earlier
+        self._start = self._clock() - seconds
 
     @property
     def seconds(self) -> float:

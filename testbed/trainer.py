@@ -21,6 +21,7 @@ from torch import nn
 from models.transformer import Transformer
 from synthetic_tasks import Tokenizer
 from testbed import phases, runtime, stopping
+from testbed.errors import UserError
 from testbed.ledger import Ledger
 from testbed.nodes import Node
 from testbed.ranks import ALONE, Ranks
@@ -28,6 +29,17 @@ from testbed.saves import Saves
 from testbed.tracking import METRICS, Tracker
 
 STATE = "state.json"
+
+
+class NoSuchStepError(UserError):
+    """A checkpoint that a spec names lies beyond the end of its stage."""
+
+    def __init__(self, name: str, steps: int, asked: int) -> None:
+        name = name.partition("@")[0]
+        super().__init__(
+            f"{name}@{asked} is asked for, but `{name}` ends after {steps} steps, so it has no checkpoint there: name "
+            "an earlier step in `keep`, `keep_doubling` or wherever it stands, or give the stage a larger budget"
+        )
 
 
 class Learner(ABC):
@@ -92,19 +104,22 @@ def train(learner: Learner, out: Path, tracker: Tracker, saves: Saves | None) ->
     """Run a stage, or up to the step of a checkpoint, to its end and write its artifact; returns the summary.
 
     Rank 0 saves, logs and stops, for the weights of all ranks are the same; the others only compute. Raises Stopped
-    after saving where it was asked to stop, ValueError where a checkpoint lies beyond the end of its stage.
+    after saving where it was asked to stop, NoSuchStepError where a checkpoint lies beyond the end of its stage.
     """
     node, step, ranks = learner.node, 0, learner.ranks
     leader = ranks.rank == 0
     goal = node.step if node.step is not None else math.inf
-    if learner.total is not None and goal is not math.inf and goal > learner.total:
-        raise ValueError(f"{node.name}: the stage ends after {learner.total} steps, so it has no checkpoint there")
+    # Before anything is trained, where the end is known.
+    furthest = max([*node.keep, node.step or 0])
+    if learner.total is not None and furthest > learner.total:
+        raise NoSuchStepError(node.name, learner.total, furthest)
     found = saves.latest(runtime.conditions()) if saves is not None and leader else None
     # All go on from what the first found, whatever is there by now.
-    if (state := ranks.first(found and (found.path, int(found.manifest["step"])))) is not None:
-        path, step = state
+    here = None if found is None else (found.path, int(found.manifest["step"]), float(found.manifest["wall_s"]))
+    if (state := ranks.first(here)) is not None:
+        path, step, seconds = state
         learner.read(path)
-        tracker.take_up(path / METRICS)
+        tracker.take_up(path / METRICS, seconds)
     while step < goal and not learner.done(step):
         phases.enter("step")
         metrics = learner.step(step)
@@ -117,11 +132,14 @@ def train(learner: Learner, out: Path, tracker: Tracker, saves: Saves | None) ->
         if step in node.keep:
             saves.keep(step, learner.write, tracker)
         if not last and step < goal:
-            if stopping.asked() or saves.due():
+            # Asked once: a request that comes while this one is answered waits for the next step.
+            stop = stopping.asked()
+            if stop or saves.due():
                 saves.save(step, learner.write, tracker)
-            stopping.check()
+            if stop:
+                raise stopping.Stopped
     if step < goal < math.inf:
-        raise ValueError(f"{node.name}: the stage ended after {step} steps, so it has no checkpoint there")
+        raise NoSuchStepError(node.name, step, int(goal))
     if not ranks.same(runtime.flat(learner.raw)):
         raise RuntimeError(f"{node.label}: the ranks ended with different weights; nothing was published")
     return learner.write(out) if leader else learner.summary()

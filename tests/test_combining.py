@@ -41,8 +41,10 @@ def test_a_combination_is_the_weighted_sum(made: tuple[Any, Store]) -> None:
     assert set(manifest["inputs"]) == {"of/mid", "of/rl@2", "of/both"}
     # What was read of the corpora before is not read again by what comes after.
     read = [tiny.get(store, tiny.node(graph, name)).summary["positions"] for name in parts]
-    most = {c: max(one[c]["rows"] for one in read if c in one) for one in read for c in one}
-    assert {c: place["rows"] for c, place in manifest["summary"]["positions"].items()} == most
+    found = manifest["summary"]["positions"]
+    assert set(found) == {stream for one in read for stream in one} and len(found) == 3
+    for stream, place in found.items():
+        assert place == max((one[stream] for one in read if stream in one), key=lambda place: list(place.values()))
 
 
 def test_a_delta_can_be_added(made: tuple[Any, Store], tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_averaging_is_what_its_formula_says(made: tuple[Any, Store]) -> None:
     from testbed.training import NextToken
 
     paths = {role: store.path("checkpoints" if "@" in key else "corpora", key) for role, key in node.parents.items()}
-    tune = NextToken(node.objectives["tune"], {"parent": paths["parent"], "corpus": paths["tune/corpus"]}, total=4)
+    tune = NextToken(node.objectives["tune"], {"parent": paths["parent"], "corpus": paths["objective/tune"]}, total=4)
     rl = Policy(node.objectives["rl"], {"parent": paths["parent"]})
     theta = [p.detach().double() for p in runtime.load_model(paths["parent"])[0].parameters()]
     for first in (0, 2):
@@ -191,7 +193,7 @@ def test_tables_hold_checkpoints_probes_and_ledger(made: tuple[Any, Store]) -> N
     graph, store = made
     tables = load(graph.spec, store)
     stages = tables.stages.set_index("stage")
-    assert stages.loc["pretrain@4", "kind"] == "checkpoint" and stages.loc["mean", "parent"] == "mid + rl@2 + both"
+    assert stages.loc["pretrain@4", "kind"] == "pretrain" and stages.loc["mean", "parent"] == "mid + rl@2 + both"
     assert stages.loc["mid", "parent"] == "pretrain@4"
     for name in ("stages", "ledger", "probes", "outcomes"):
         check(getattr(tables, name), SCHEMAS[name])

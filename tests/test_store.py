@@ -220,6 +220,11 @@ def test_what_a_killed_taker_left_is_swept_up(store: Store) -> None:
     assert sorted(p.name for p in (store.root / "leases").iterdir()) == [".guard", "stages-k2.json.0123.new"]
 
 
+def left_of(out: Path) -> Path:
+    """A folder as another draft of the same would have left."""
+    return out.with_name(out.name[:-1] + ("1" if out.name[-1] == "0" else "0"))
+
+
 def test_a_lease_clears_what_was_begun_under_it_and_nothing_else(store: Store) -> None:
     """The artifact, its saved states and the checkpoints that are published on the way."""
     with store.lease("stages", "k1") as lease:
@@ -234,14 +239,14 @@ def test_a_lease_clears_what_was_begun_under_it_and_nothing_else(store: Store) -
             for one in drafts:
                 out = stack.enter_context(one).out
                 assert out.parent == store.root / "tmp"
-                shutil.copytree(out, out.with_name(f"{out.name}0"))
+                shutil.copytree(out, left_of(out))
             kept = [stack.enter_context(one).out for one in others]
             assert len(list((store.root / "tmp").iterdir())) == 8
             for out in kept:
-                shutil.copytree(out, out.with_name(f"{out.name}0"))
+                shutil.copytree(out, left_of(out))
     assert len(list((store.root / "tmp").iterdir())) == 5
     with store.lease("stages", "k1"):
-        assert sorted(p.name for p in (store.root / "tmp").iterdir()) == sorted(f"{out.name}0" for out in kept)
+        assert sorted(p.name for p in (store.root / "tmp").iterdir()) == sorted(left_of(out).name for out in kept)
 
 
 @pytest.mark.parametrize("shelf", ["partial/stages-k1", "stages"])

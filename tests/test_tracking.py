@@ -155,14 +155,14 @@ def test_a_run_that_is_taken_up_goes_on_in_its_file_and_its_time(tmp_path: Path)
     now[0], seen = 5000.0, []
     with Tracker(tmp_path / "again", report=seen.append, clock=lambda: now[0]) as second:
         second.log(1, 10)  # replaced by what was saved
-        second.take_up(tmp_path / "saved")
+        second.take_up(tmp_path / "saved", 2.5)
         for step in (3, 4, 5, 6):
             now[0] += 1
             second.log(step, 10, tokens=100 * step)
-        assert second.seconds == 6.0
+        assert second.seconds == 6.5
     lines = [json.loads(line) for line in (tmp_path / "again" / METRICS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert [line["time"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["time"] for line in lines] == [1, 2, 3.5, 4.5, 5.5, 6.5]
     assert seen[-1].left == 4.0 and seen[-1].tokens_per_s == 100.0
 
 
