@@ -96,3 +96,13 @@ def counted(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, sa
         file.write(f"{node.key}:{os.getpid()}\n")
     time.sleep(0.1)
     return run(node, inputs, out, tracker)
+
+
+def patient(node: Node, inputs: dict[str, Path], out: Path, tracker: Tracker, saves: Any = None) -> dict[str, Any]:
+    """Takes a while to save when it is asked to stop."""
+    while not stopping.asked():
+        time.sleep(0.05)
+    time.sleep(0.7)
+    with open(os.environ["COUNT"], "a", encoding="utf-8") as file:
+        file.write("saved\n")
+    raise stopping.Stopped

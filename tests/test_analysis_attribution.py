@@ -138,6 +138,26 @@ def test_arms_of_one_factorial_start_from_one_stage(outcomes: pd.DataFrame) -> N
         attribute(outcomes, factors=FACTORS, arms=ARMS, stages=pd.concat([shorter, moved]))
 
 
+@pytest.mark.parametrize("kind", ["parallel", "combine"])
+def test_stages_of_several_factors_are_no_cells(outcomes: pd.DataFrame, kind: str) -> None:
+    stages = made_up.stages()
+    mixed = stages.assign(kind=stages["kind"].where(stages["stage"] != "mid_rl", kind))
+    with pytest.raises(ValueError, match=f"has the {kind} stage 'mid_rl', in which several factors act at once"):
+        attribute(outcomes, factors=FACTORS, arms=ARMS, stages=mixed)
+
+
+def test_an_early_checkpoint_is_another_dose(outcomes: pd.DataFrame) -> None:
+    stages = made_up.stages()
+    early = stages["stage"] == "mid_rl"
+    cut = stages.assign(
+        stage=stages["stage"].where(~early, "mid_rl@5"), key=stages["key"].where(~early, stages["key"] + "@5"),
+        samples=stages["samples"].where(~early, 1_024),
+    )  # fmt: skip
+    renamed = outcomes.assign(stage=outcomes["stage"].replace("mid_rl", "mid_rl@5"))
+    with pytest.raises(ValueError, match="different doses of rl"):
+        attribute(renamed, factors=FACTORS, arms=ARMS, stages=cut)
+
+
 def test_one_checkpoint_sampled_often_is_one_run(outcomes: pd.DataFrame) -> None:
     """Effects of arms that repeat their checkpoint are not given an interval over seeds."""
     kept = ["pretrained", "mid"]

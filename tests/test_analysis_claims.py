@@ -190,3 +190,32 @@ def test_table_of_results() -> None:
     assert rows["verdict"].tolist() == ["shown", "not shown"]
     assert np.isnan(rows["delta"].iloc[0]) and rows["delta"].iloc[1] == 0.05
     assert isinstance(rows, pd.DataFrame)
+
+
+@pytest.mark.parametrize("kind", ["rl", "parallel"])
+def test_no_signal_is_seen_whatever_the_stage_is_called(kind: str) -> None:
+    """A stage that samples groups has signal or has none, as a checkpoint of RL, and beside another objective."""
+    silent = made_up.stages().assign(kind=lambda rows: rows["kind"].where(rows["stage"] != "rl_far", kind))
+    claim = Claim(name="none", arm="rl far", band="further", expect="equivalent", delta=0.05)
+    assert run(claim, base=0.02, rl=0.02, stages=silent).verdict == "no signal"
+    heard = made_up.stages(far_signal=3).assign(kind=lambda rows: rows["kind"].where(rows["stage"] != "rl_far", kind))
+    assert run(claim, base=0.02, rl=0.02, stages=heard).verdict == "shown"
+
+
+def test_signal_that_the_parent_has_is_not_the_arms_own() -> None:
+    """An arm that goes on from a checkpoint of its own stage counts the rest: here the signal came before."""
+    stages = made_up.stages(far_signal=64)
+    early = stages[stages["stage"] == "rl_far"].assign(
+        stage="rl_far@5", key=lambda rows: rows["key"] + "@5", groups=320, samples=5_120
+    )
+    late = stages.assign(groups_with_signal=stages["groups_with_signal"])
+    table = pd.concat([late, early], ignore_index=True)
+    rates = {"early": {6: 0.02}, "rl far": {6: 0.02}}
+    outcomes = made_up.outcomes(rates, seed_sd=0.05, problem_sd=0.5)
+    names = {"early": "rl_far@5", "rl far": "rl_far"}
+    outcomes["stage"] = outcomes["arm"].map(names)
+    keys = dict(zip(zip(table["stage"], table["seed"], strict=True), table["key"], strict=True))
+    outcomes["key"] = [keys[place] for place in zip(outcomes["stage"], outcomes["seed"], strict=True)]
+    claim = Claim(name="none", arm="rl far", band="further", expect="equivalent", delta=0.05)
+    result = judge(claim, outcomes, table, {"early": None, "rl far": "early"})
+    assert result.verdict == "no signal" and "none of its 1280 groups" in result.reason

@@ -208,6 +208,23 @@ def test_lineage_and_parents() -> None:
         compute.lineage(circle, "mid")
 
 
+def test_checkpoints_and_sums_have_their_costs_once() -> None:
+    """By the key: a stage goes through its checkpoints, under whatever name they stand in the table."""
+    stages = made_up.stages((0,))
+    base = stages[stages["stage"] == "mid"]
+    early = base.assign(stage="mid@5", key=base["key"] + "@5", flops=2e11)
+    alias = base.assign(stage="twin@7", key=base["key"] + "@7", flops=4e11)
+    mean = base.assign(stage="mean", key="mean-0", kind="combine", parent="mid@5 + rl_edge", flops=0.0)
+    table = pd.concat([stages, early, alias, mean], ignore_index=True)
+    assert compute.total(table)["flops"] == compute.total(stages)["flops"]
+    assert compute.lineage(table, "mean") == ("pretrain", "mid@5", "rl_edge", "mean")
+    costs = compute.by_arm(table, {"mean": "mean", "early": "mid@5", "whole": "mid"}).set_index("arm")["flops"]
+    assert costs.to_dict() == {"mean": 6e12 + 2e11 + 2e12, "early": 6e12 + 2e11, "whole": 7e12}
+    # What is made of several continues none of them.
+    arms = made_up.STAGE_OF | {"mean": "mean"}
+    assert compute.parent_arms(table, arms) == made_up.PARENTS
+
+
 def test_an_arm_is_one_stage(outcomes: pd.DataFrame) -> None:
     assert compute.arm_stages(outcomes) == made_up.STAGE_OF
     with pytest.raises(TableError, match="several stages"):

@@ -191,6 +191,44 @@ def test_what_another_process_has_in_hand_is_left_to_it(store: Store) -> None:
     assert waited < order.index("evaluation of mid, seed 0") < order.index("anneal, seed 0")
 
 
+def test_missing_checkpoints_go_on_from_one_another(store: Store) -> None:
+    """Where their stage is there already they are made in order, one after the other, by however many workers."""
+    early = "arms={one: pretrain@1, two: pretrain@2, pretrained: anneal}"
+    graph = smoke("seeds=[0]", "attribution=null", "claims=[]", early)
+    stage = graph.stages["pretrain", 0]
+    run(smoke("seeds=[0]", "attribution=null", "claims=[]", "arms={pretrained: anneal}"), store, 1)
+    for workers in (1, 2):
+        outcome, events = run(graph, store, workers)
+        assert outcome.ok
+        places = [
+            (e.kind, e.node.step) for e in events if e.node and e.node.kind == "checkpoint" and e.kind != "progress"
+        ]
+        assert places == [("started", 1), ("done", 1), ("started", 2), ("done", 2)]
+        for step in (1, 2):
+            shutil.rmtree(store.path("checkpoints", f"{stage}@{step}"))
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_request_to_stop_that_comes_twice_is_answered_once(tmp_path: Path, group: bool) -> None:
+    """Schedulers signal the whole group, and the parent passes it on: a worker that is saving goes on saving."""
+    script = tmp_path / "patient.py"
+    script.write_text(SLOW.format(tests=str(Path(__file__).parent), store=str(tmp_path / "store"), run="patient"))
+    root = Path(__file__).parent.parent
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], cwd=root, stderr=subprocess.DEVNULL, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(root), "COUNT": str(tmp_path / "count")},
+    )  # fmt: skip
+    store = Store(tmp_path / "store")
+    _wait(lambda: len(leases(store)) == 2)
+    time.sleep(0.3)
+    if group:
+        os.killpg(parent.pid, signal.SIGTERM)
+    else:
+        parent.send_signal(signal.SIGTERM)
+    assert parent.wait(timeout=20) == 130
+    assert (tmp_path / "count").read_text().count("saved") == 2
+
+
 EIGHT = """
 import sys; sys.path.insert(0, {tests!r})
 from sweeps.local import run_graph

@@ -447,3 +447,14 @@ def test_from_python(fakes: None) -> None:
     assert set(testbed.results(spec, store="store").outcomes["seed"]) == {3}
     with pytest.raises(UserError, match="at least one spec"):
         testbed.plan([], "store")
+
+
+def test_checkpoints_on_the_way_take_no_memory_of_their_own() -> None:
+    stages = ["stages.pretrain.keep_doubling=4", "arms={pretrained: anneal}", "attribution=null", "claims=[]"]
+    one, several = (
+        plan([load("smoke", [*stages, "seeds=[0]"])], Store("store"), probe=False, workers=n) for n in (1, 4)
+    )
+    most = max(node.memory_bytes or 0 for node in several.nodes)
+    assert one.totals["to_do"].memory_bytes == most
+    working = [node.memory_bytes or 0 for node in several.nodes if node.maker is None]
+    assert several.totals["to_do"].memory_bytes == sum(sorted(working)[-4:])

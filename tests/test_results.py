@@ -120,6 +120,8 @@ def test_provenance(tables: Tables, store: Store, spec: Spec) -> None:
     one = tables.environment[0]
     mixed = dataclasses.replace(tables, environment=[{**one, "threads": 1}, {**one, "threads": 2}])
     assert "(threads 1 and 2)" in mixed_conditions(mixed)
+    mixed = dataclasses.replace(tables, environment=[{**one, "devices": 1}, {**one, "devices": 2}])
+    assert "(devices 1 and 2)" in mixed_conditions(mixed)
     summary = spec_summary(spec)
     assert summary["stage rl"]["kind"] == "rl" and summary["stage rl"]["steps"] == 1 and summary["model"]["width"] == 64
 

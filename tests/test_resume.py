@@ -242,7 +242,15 @@ def test_a_checkpoint_of_another_class_is_passed_over(whole: Store, tmp_path: Pa
     assert tiny.contents(made) == tiny.contents(tiny.get(whole, stage))
 
 
-def test_a_step_beyond_the_end_is_told(whole: Store, tmp_path: Path) -> None:
+def test_a_step_beyond_the_end_is_told_before_anything_is_trained(whole: Store, tmp_path: Path) -> None:
+    stage = dataclasses.replace(tiny.node(GRAPH, "pretrain"), keep=(2, 100))
+    store = with_inputs(stage, whole, tmp_path)
+    with pytest.raises(trainer.NoSuchStepError, match=r"pretrain@100 is asked for, but `pretrain` ends after 9 steps"):
+        execute(stage, store, conduct=EVERY_STEP)
+    assert store.keys("checkpoints") == [] and store.keys(f"partial/stages-{stage.key}") == []
+
+
+def test_a_checkpoint_beyond_the_end_is_told(whole: Store, tmp_path: Path) -> None:
     node = dataclasses.replace(tiny.node(GRAPH, "pretrain@4"), step=900, key=f"{tiny.node(GRAPH, 'pretrain').key}@900")
     with pytest.raises(ValueError, match=r"ends after \d+ steps, so it has no checkpoint there"):
         execute(node, with_inputs(node, whole, tmp_path))

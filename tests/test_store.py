@@ -529,6 +529,15 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_longer_name_is_another_one(store: Store) -> None:
+    """What is being written under it is not cleared away by who takes the shorter."""
+    with store.folder("reports", "quickstart-1a2b3c4d") as out:
+        (out / "a.txt").write_text("mine")
+        with store.folder("reports", "quickstart") as other:
+            (other / "a.txt").write_text("theirs")
+    assert (store.path("reports", "quickstart-1a2b3c4d") / "a.txt").read_text() == "mine"
+
+
 def test_two_reports_of_a_name_are_written_one_after_the_other(store: Store) -> None:
     def second() -> None:
         with store.folder("reports", "r") as out:
