@@ -95,8 +95,6 @@ def test_estimates_are_what_a_run_then_counts() -> None:
         if node.kind == "corpus":
             assert node.tokens == then.tokens > 0  # of so few documents all are looked at
         assert node.seconds and then.seconds and node.memory_bytes
-        # Seconds of so short a run say little; they are of its order.
-        assert then.seconds / 20 < node.seconds < 20 * then.seconds + 0.5
     assert compared == 4
     assert before.totals["to_do"].seconds == pytest.approx(sum(node.seconds or 0 for node in before))
     assert before.probe["measured"] and before.probe["shapes"] > 0
