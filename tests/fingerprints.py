@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import platform
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,16 @@ def epochs() -> dict[str, int]:
 def epoch_of(name: str) -> str:
     """Whose epoch a fingerprint stands under."""
     return name if name.startswith("task ") else STAGES[name]["kind"] if name in STAGES else name.partition(" ")[0]
+
+
+def here() -> dict[str, Any]:
+    """Where bits are equal: the numeric class on one thread, and the processor, for which libraries choose kernels."""
+    torch.set_num_threads(1)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return numeric_class({}) | {"processor": model}
 
 
 def fingerprints() -> dict[str, Any]:
@@ -175,9 +186,7 @@ def _numbers(arrays: list[np.ndarray]) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = {"epochs": epochs(), "numeric_class": numeric_class({}), "fingerprints": fingerprints()}
-    # As of one thread: set by then.
-    found["numeric_class"] = numeric_class({})
+    found = {"epochs": epochs(), "made_on": here(), "fingerprints": fingerprints()}
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"wrote {FILE}")
