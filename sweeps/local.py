@@ -64,8 +64,9 @@ class Outcome:
     found: list[str] = field(default_factory=list)
     # Cause of failure, and where the traceback lies (None where not even that could be written).
     failed: dict[str, tuple[str, Path | None]] = field(default_factory=dict)
-    # Of those, what had failed in an earlier run and was not tried again.
+    # Of those, what had failed in an earlier run and was not tried again, and what will be tried again unasked.
     failed_before: list[str] = field(default_factory=list)
+    passing: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     # Whether the run was asked to stop, and did.
     stopped: bool = False
@@ -243,6 +244,8 @@ class _State:
         except StoreError:
             pass  # the disk is full, as likely as not: told already
         self.outcome.failed[key] = (cause, path)
+        if not lasting:
+            self.outcome.passing.append(key)
         return [Event("failed", node, text=f"{cause} {where}"), *self._skip(key)]
 
     def _skip(self, key: str) -> list[Event]:

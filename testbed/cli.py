@@ -19,6 +19,7 @@ from testbed.store import Store, default_root
 if TYPE_CHECKING:
     import pandas as pd
 
+    from sweeps.local import Outcome
     from testbed.planning import Plan
     from testbed.schema import Spec
     from testbed.tables import Tables
@@ -168,7 +169,7 @@ def run(
         typer.echo(
             f"Error: {failed} of {len(graph.nodes)} nodes failed and {skipped} that need them were left out; {made} "
             f"were made and {reused} reused, and all of these are kept. First, {graph.nodes[first].label}: {cause} "
-            f"{f'The traceback is in {trace}. ' if trace else ''}{_again(outcome.failed_before)}",
+            f"{f'The traceback is in {trace}. ' if trace else ''}{_again(outcome)}",
             err=True,
         )
         raise typer.Exit(1)
@@ -399,8 +400,11 @@ def _this_command() -> str:
     return shlex.join(["testbed", *sys.argv[1:]])
 
 
-def _again(failed_before: list[str]) -> str:
-    if failed_before:
+def _again(outcome: Outcome) -> str:
+    """What the same command does with what failed."""
+    if set(outcome.failed) <= set(outcome.passing):
+        return "The same command tries again."
+    if outcome.failed_before:
         return "What failed in an earlier run is not tried again; --retry does."
     return "The same command with --retry tries again; without it, what failed stays failed."
 

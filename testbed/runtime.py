@@ -25,11 +25,16 @@ from models.transformer import Transformer
 from synthetic_tasks import Tokenizer
 from testbed import optim, ranks
 from testbed.config import Edge, Optimizer
+from testbed.errors import UserError
 from testbed.nodes import Node
 from testbed.store import MANIFEST
 
 MODEL = "model.safetensors"
 OPTIMIZERS = "optimizer.safetensors"
+
+
+class EdgeError(UserError):
+    """A spec states of a checkpoint what turns out not to be so."""
 
 
 def fabric() -> Fabric:
@@ -95,7 +100,7 @@ def start(
     """The model a stage starts with, on its device, and its optimizers, with the parent's moments where the edge
     carries them.
 
-    Raises ValueError where the parent is not what the edge states, or has nothing to carry.
+    Raises EdgeError where the parent is not what the edge states, ValueError where it has nothing to carry.
     """
     if parent is None:
         torch.manual_seed(node.context.seeds.init)
@@ -109,9 +114,10 @@ def start(
     if parent is not None and edge is not None:
         left = summary_of(parent).get("rate_state", edge.parent)
         if left != edge.parent:
-            raise ValueError(
-                f"edge.parent is stated as {edge.parent}, but the learning rate of the checkpoint was {left}: "
-                "name a step before the decay"
+            whose = f"the learning rate of `{getattr(node.config, 'parent', '')}`"
+            raise EdgeError(
+                f"edge.parent is stated as {edge.parent}, but {whose} was {left} where it was left; state that, or "
+                "name another step"
             )
         if edge.optimizer == "carry":
             load_optimizers(parent, optimizers)

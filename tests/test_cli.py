@@ -151,6 +151,12 @@ def test_a_failed_node_is_told_and_ends_with_status_1(monkeypatch: pytest.Monkey
     last = result.stderr.splitlines()[-1]
     assert last.startswith("Error: 4 of 24 nodes failed and 8 that need them were left out; 12 were made")
     assert "RuntimeError: the reward was lost. The traceback is in" in last
+    assert last.endswith("The same command with --retry tries again; without it, what failed stays failed.")
+    again = call("run", "smoke", "--store", "store", "--workers", "1").stderr.splitlines()[-1]
+    assert again.endswith("What failed in an earlier run is not tried again; --retry does.")
+    monkeypatch.setitem(execute.RUNNERS, "rl", "fake_runners:out_of_space")  # type: ignore[arg-type]
+    full = call("run", "smoke", "--store", "store", "--workers", "1", "--retry").stderr.splitlines()[-1]
+    assert "No space left on device" in full and full.endswith("The same command tries again.")
 
 
 def test_tasks() -> None:

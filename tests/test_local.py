@@ -135,6 +135,7 @@ def test_a_full_disk_is_no_fault_of_the_stage(store: Store, workers: int) -> Non
     outcome, _ = run(graph, store, workers, rl="fake_runners:out_of_space")
     assert {graph.nodes[key].name for key in outcome.failed} == {"rl", "mid_rl"}
     assert all("No space left" in cause for cause, _ in outcome.failed.values())
+    assert set(outcome.passing) == set(outcome.failed)
     assert run(graph, store, workers)[0].ok
 
 

@@ -260,7 +260,7 @@ def test_a_checkpoint_in_the_decay_is_not_taken_for_a_stable_one(whole: Store, t
     stages = {**tiny.SPEC["stages"], "mid": tiny.SPEC["stages"]["mid"] | {"parent": "anneal@2"}}
     graph = tiny.graph(stages=stages, probes={}, arms={"mid": "mid"}, parents={})
     store = Store(tmp_path)
-    with pytest.raises(ValueError, match="stated as stable, but the learning rate of the checkpoint was annealing"):
+    with pytest.raises(ValueError, match="stated as stable, but the learning rate of `anneal@2` was annealing"):
         tiny.run_all(graph, store)
     assert store.has("checkpoints", graph.stages["anneal@2", 0]) and not store.has("stages", graph.stages["mid", 0])
 
