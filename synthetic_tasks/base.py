@@ -1,12 +1,12 @@
-"""The nouns of a task: problem, trace, verdict."""
+"""The nouns of a task: problem, verdict, corruption."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
-Split = Literal["train", "validation", "test"]
+Split = Literal["train", "validation", "test", "rl", "held_out"]
 
 
 class ParseError(ValueError):
@@ -32,7 +32,8 @@ class Problem:
     answer: str
     # Exact measures: `operations` is the difficulty; `depth`, `width`, ... are recorded beside it.
     difficulty: Mapping[str, int] = field(hash=False)
-    context: str
+    # Value of every axis of its cell, such as the direction of the question.
+    axes: Mapping[str, str] = field(hash=False)
     # What has to be reasoned through: shape and operators alone.
     structure_key: str
     # The problem up to renaming and order of facts, with values.
@@ -41,6 +42,26 @@ class Problem:
     index: int
     split: Split
     facts: Any = field(hash=False)
+    # With these the registry makes its task again.
+    settings: Any = field(repr=False)
+
+    @property
+    def context(self) -> str:
+        """The words it is told in; `symbolic` where its family has no other."""
+        return self.axes.get("context", "symbolic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corruption:
+    """A trace spoilt in one way, and what a verdict has to say of it."""
+
+    kind: str
+    completion: str
+    # Status of the first step that is neither ok nor extra; empty where no step is at fault, but something is missing
+    # or cannot be read.
+    status: str
+    # Which step that is, counted from 0.
+    step: int | None
 
 
 class StepVerdict(NamedTuple):
@@ -76,69 +97,3 @@ class Verdict:
 
     def count(self, status: str) -> int:
         return sum(step.status == status for step in self.steps)
-
-
-class Task(Protocol):
-    """A family of problems. Sampling is a function of (seed, index) and the arguments; it keeps no state."""
-
-    name: str
-    # Raised when the same settings, seed and index give another problem, trace or verdict: results under the old one
-    # stay unused.
-    epoch: int
-    # A dataclass of everything that can be set; the name and this make the task again.
-    settings: Any
-    # Every token that a prompt or solution of this task can hold, in a fixed order.
-    vocabulary: tuple[str, ...]
-    # Every status a step can have, in a fixed order.
-    statuses: tuple[str, ...]
-    # Every role a solution token can have, in a fixed order; `end` is the end token's.
-    roles: tuple[str, ...]
-    # Operations that are drawn, evenly, where none are asked for.
-    grid: tuple[int, ...]
-
-    def sample(
-        self,
-        *,
-        seed: int,
-        index: int,
-        operations: int | Mapping[int, float] | None = None,
-        split: Split = "train",
-    ) -> Problem:
-        """Problem `index` of stream `seed`. Operations: a number, weights of several, or none for the grid."""
-        ...
-
-    def sample_batch(
-        self,
-        *,
-        seed: int,
-        start: int,
-        count: int,
-        operations: int | Mapping[int, float] | None = None,
-        split: Split = "train",
-    ) -> Sequence[Problem]:
-        """Problems `start .. start + count - 1`, each as `sample` gives it, bit for bit."""
-        ...
-
-    def parse(self, completion: str) -> Any:
-        """What a completion claims, step by step. Raises ParseError and nothing else."""
-        ...
-
-    def verify(self, problem: Problem, completion: str, *, ended: bool = True) -> Verdict:
-        """The verdict on a completion without its end token; `ended`: it had one. Never raises."""
-        ...
-
-    def token_roles(self, problem: Problem) -> Sequence[str]:
-        """The role of each token of the solution."""
-        ...
-
-    def structures_shared(self, operations: int) -> bool:
-        """Whether the cell has so few structures that splits are disjoint in instances only."""
-        ...
-
-    def lookup_guess(self, problem: Problem) -> float:
-        """Accuracy, over the solution's `lookup` tokens, of guessing without having learnt to look up."""
-        ...
-
-    def guess_floor(self, operations: int, *, split: Split = "test", problems: int = 2000) -> Mapping[str, float]:
-        """Accuracy of each way to guess an answer, and the `best` of them."""
-        ...

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from synthetic_tasks.base import Split, Task
+from synthetic_tasks.base import Split
+from synthetic_tasks.family import Task
 from synthetic_tasks.tokenizer import Tokenizer
 
 Ints = npt.NDArray[np.int64]

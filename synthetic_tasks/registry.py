@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, cast
 
-from synthetic_tasks.base import Task
+from synthetic_tasks.base import Corruption, Problem
+from synthetic_tasks.family import Task
 
 # name -> (module, class, one line on what it is); the module is imported when the task is asked for.
 TASKS: dict[str, tuple[str, str, str]] = {
@@ -35,3 +37,22 @@ def get_task(name: str, **settings: Any) -> Task:
         raise ValueError(f"there is no task {name!r}; {nearest(str(name), list(TASKS))}")
     module, attribute, _ = TASKS[name]
     return cast(Task, getattr(import_module(module), attribute).from_settings(**settings))
+
+
+@lru_cache(maxsize=64)
+def _task(name: str, settings: Any) -> Task:
+    module, attribute, _ = TASKS[name]
+    return cast(Task, getattr(import_module(module), attribute)(settings))
+
+
+def task_of(problem: Problem) -> Task:
+    """The task that drew a problem, with its settings."""
+    return _task(problem.task, problem.settings)
+
+
+def corrupt(problem: Problem, kind: str, seed: int) -> Corruption | None:
+    """The problem's gold trace spoilt in one way, at a place that the seed chooses; None where it has no room for it.
+
+    Raises ValueError for a kind that the task does not have (`task.corruptions` names them).
+    """
+    return task_of(problem).corrupt(problem, kind, seed)

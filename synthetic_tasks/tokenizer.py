@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from synthetic_tasks.base import Task
+    from synthetic_tasks.family import Task
 
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from synthetic_tasks import get_task
 from synthetic_tasks.arithmetic import ArithmeticSettings
-from synthetic_tasks.arithmetic.keys import canonical_form, instance_key, split_of, structure_key
-from synthetic_tasks.arithmetic.structure import Graph, RandomChooser, draw_core, draw_distractors, enumerate_cores
+from synthetic_tasks.arithmetic.keys import canonical_form, instance_key, structure_key
+from synthetic_tasks.arithmetic.structure import Graph, draw_core, draw_distractors, enumerate_cores
+from synthetic_tasks.choosing import RandomChooser
 
 Edges = tuple[tuple[object, ...], ...]
 
@@ -222,7 +223,7 @@ def test_keys_are_pinned() -> None:
 
 
 def test_splits_take_80_10_10() -> None:
-    shares = [split_of(f"{i:08x}".ljust(32, "0")) for i in range(0, 16**8, 16**8 // 1000)]
+    shares = [get_task("arithmetic").split_of(f"{i:08x}".ljust(32, "0")) for i in range(0, 16**8, 16**8 // 1000)]
     assert [round(shares.count(split) / len(shares), 2) for split in ("train", "validation", "test")] == [0.8, 0.1, 0.1]
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from valid_traces import Claim, Reading, compute, propagate, text, valid_trace
 
 from synthetic_tasks import ParseError, Problem, Verdict, get_task
-from synthetic_tasks.arithmetic import ArithmeticTask, Trace
+from synthetic_tasks.arithmetic import ArithmeticTask
+from synthetic_tasks.reading import Trace
 
 TASK = get_task("arithmetic", distractors=3, names=20)
 assert isinstance(TASK, ArithmeticTask)

@@ -19,7 +19,6 @@ from functools import lru_cache
 from itertools import pairwise
 
 from synthetic_tasks.arithmetic.structure import Graph
-from synthetic_tasks.base import Split
 
 _MASK = (1 << 64) - 1
 _A, _B, _C = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xD6E8FEB86659FD93
@@ -147,9 +146,3 @@ def structure_key(core: Graph) -> str:
 def instance_key(graph: Graph, values: tuple[int, ...], query: int, modulus: int) -> str:
     """The whole problem with the values of its leaves; those of operations are not read."""
     return _key(f"{canonical_form(graph, [str(value) for value in values], query)} mod {modulus}")
-
-
-def split_of(key: str) -> Split:
-    """Train, validation and test by 80, 10 and 10 in 100 of all keys."""
-    share = int(key[:8], 16) / 16**8
-    return "train" if share < 0.8 else "validation" if share < 0.9 else "test"

@@ -7,52 +7,17 @@ question asks for its last node. Distractors, if any, stand after the core, so `
 
 from __future__ import annotations
 
-import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from synthetic_tasks.arithmetic.settings import ArithmeticSettings
+from synthetic_tasks.choosing import Chooser, RandomChooser
 
 Expression: TypeAlias = tuple[str, int, int]
 Node: TypeAlias = Expression | None
 # (node, operator, left, right)
 Operation: TypeAlias = tuple[int, str, int, int]
 Graph: TypeAlias = tuple[Node, ...]
-
-T = TypeVar("T")
-
-
-class Chooser(Protocol):
-    """Makes every choice of a drawing, so that one procedure serves to draw at random and to enumerate."""
-
-    def uniform(self, options: int) -> int: ...
-
-    def weighted(self, weights: Sequence[float]) -> int: ...
-
-
-class RandomChooser:
-    def __init__(self, rng: random.Random) -> None:
-        self._random = rng.random
-
-    def uniform(self, options: int) -> int:
-        return int(self._random() * options)
-
-    def weighted(self, weights: Sequence[float]) -> int:
-        left = self._random() * sum(weights)
-        for i, weight in enumerate(weights):
-            left -= weight
-            if left < 0:
-                return i
-        return max(i for i, weight in enumerate(weights) if weight > 0)
-
-    def shuffled(self, items: Iterable[T], count: int) -> list[T]:
-        """So many of the items in random order, without replacement."""
-        pool = list(items)
-        size, draw = len(pool), self._random
-        for i in range(count):
-            j = i + int(draw() * (size - i))
-            pool[i], pool[j] = pool[j], pool[i]
-        return pool[:count]
 
 
 class _Replay:

@@ -6,7 +6,7 @@ a 4 + b 2 = d 6 ; d 6 - a 4 = f 2 ; ! 2            solution
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from string import ascii_letters
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from synthetic_tasks.arithmetic.settings import OPERATORS
 from synthetic_tasks.arithmetic.trace import Facts, Reading, Step
 from synthetic_tasks.base import ParseError
+from synthetic_tasks.reading import ANSWER, PROMPT_END, QUESTION, STEP_END, check, shown
 
 # A step token by token: (a field of Step or a mark, the token's role).
 STEP: tuple[tuple[str, str], ...] = (
@@ -27,8 +28,7 @@ STEP: tuple[tuple[str, str], ...] = (
     ("result", "result"),
     (";", "mark"),
 )
-FACT_MARK, QUESTION_MARK, PROMPT_END, ANSWER_MARK = ";", "?", ":", "!"
-MARKS = (FACT_MARK, "=", QUESTION_MARK, PROMPT_END, ANSWER_MARK)
+MARKS = (STEP_END, "=", QUESTION, PROMPT_END, ANSWER)
 
 # next: a step's first name, which chooses the step; name: its other names; lookup: an operand's value, to be copied;
 # result: the value computed; end: the end token after the solution, which evaluation adds.
@@ -64,8 +64,8 @@ class Surface:
             parts.append(
                 f"{names[node[1]]} {node[0]} {names[node[2]]} = {names[i]}" if node else f"{names[i]} {values[i]}"
             )
-        parts.insert(len(parts) if question == "last" else 0, f"{QUESTION_MARK} {names[facts.query]}")
-        return f"{f' {FACT_MARK} '.join(parts)} {PROMPT_END}"
+        parts.insert(len(parts) if question == "last" else 0, f"{QUESTION} {names[facts.query]}")
+        return f"{f' {STEP_END} '.join(parts)} {PROMPT_END}"
 
     def solution(self, facts: Facts) -> str:
         """The gold trace."""
@@ -76,7 +76,7 @@ class Surface:
             parts.append(
                 f"{names[left]} {values[left]} {operator} {names[right]} {values[right]} = {names[i]} {values[i]} ; "
             )
-        return f"{''.join(parts)}{ANSWER_MARK} {values[facts.query]}"
+        return f"{''.join(parts)}{ANSWER} {values[facts.query]}"
 
     def roles(self, facts: Facts) -> list[str]:
         """The role of each token of the solution."""
@@ -89,21 +89,17 @@ class Surface:
         error: ParseError | None = None
         position = 0
         try:
-            while position < len(tokens) and tokens[position] != ANSWER_MARK:
+            while position < len(tokens) and tokens[position] != ANSWER:
                 steps.append(self._step(tokens, position))
                 position += len(STEP)
-            _check(tokens, position, (ANSWER_MARK,), "a step or the answer")
-            _check(tokens, position + 1, self._numbers, "the answer, a number,")
+            check(tokens, position, (ANSWER,), "a step or the answer")
+            check(tokens, position + 1, self._numbers, "the answer, a number,")
             if position + 2 < len(tokens):
-                raise ParseError(position + 2, f"{_short(tokens[position + 2])} stands after the answer")
+                raise ParseError(position + 2, f"{shown(tokens[position + 2])} stands after the answer")
         except ParseError as raised:
             error = raised
         answer = next(
-            (
-                self._numbers[token]
-                for mark, token in pairwise(tokens)
-                if mark == ANSWER_MARK and token in self._numbers
-            ),
+            (self._numbers[token] for mark, token in pairwise(tokens) if mark == ANSWER and token in self._numbers),
             None,
         )
         return Reading(tuple(steps), answer, error)
@@ -114,18 +110,6 @@ class Surface:
             fields = [meaning[token] for (meaning, _), token in zip(self._slots, window, strict=True)]
         except (KeyError, ValueError):
             for offset, (meaning, what) in enumerate(self._slots):
-                _check(tokens, position + offset, meaning, what)
+                check(tokens, position + offset, meaning, what)
             raise
         return Step._make([*[fields[place] for place in self._places], position])
-
-
-def _check(tokens: list[str], position: int, allowed: Container[str], what: str) -> None:
-    """Raises ParseError where what is allowed does not stand at the position."""
-    if position >= len(tokens):
-        raise ParseError(position, f"the completion ends where {what} should stand")
-    if tokens[position] not in allowed:
-        raise ParseError(position, f"{_short(tokens[position])} stands where {what} should")
-
-
-def _short(token: str) -> str:
-    return repr(token) if len(token) <= 20 else f"{token[:20]!r}..."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from synthetic_tasks import reading
 from synthetic_tasks.arithmetic.structure import Graph
-from synthetic_tasks.base import ParseError
 
 
 class Step(NamedTuple):
@@ -25,20 +25,8 @@ class Step(NamedTuple):
     position: int
 
 
-@dataclass(frozen=True)
-class Trace:
-    steps: tuple[Step, ...]
-    answer: int
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A completion as far as it can be read; whole if there is no error."""
-
-    steps: tuple[Step, ...]
-    # The first complete answer, wherever it stands.
-    answer: int | None
-    error: ParseError | None
+Reading: TypeAlias = reading.Reading[Step, int]
+Trace: TypeAlias = reading.Trace[Step, int]
 
 
 @dataclass(frozen=True)

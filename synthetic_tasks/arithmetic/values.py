@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice, product
 
-from synthetic_tasks.arithmetic.structure import Graph, RandomChooser, fill_values, operations_of
+from synthetic_tasks.arithmetic.structure import Graph, fill_values, operations_of
+from synthetic_tasks.choosing import RandomChooser
 
 # Pairs of changes that are tried at most, to reach an answer and to be accepted.
 PAIRS_FOR_ANSWER, PAIRS_FOR_ACCEPTANCE = 300, 20_000

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from synthetic_tasks.arithmetic.trace import Facts, Reading
 from synthetic_tasks.base import StepVerdict, Verdict
+from synthetic_tasks.family import conclude
 
 STATUSES = (
     "ok",
@@ -41,11 +42,9 @@ def judge(facts: Facts, reading: Reading, *, ended: bool) -> Verdict:
     """The verdict on a completion as far as it was read; not `ended`: it was cut off, so it is not strict."""
     definitions, true_values, modulus = facts.definitions, facts.true_values, facts.modulus
     stated = dict(facts.given)
-    missing = dict.fromkeys(facts.obligations)
     needed = frozenset(facts.obligations)
+    met: set[str] = set()
     steps: list[StepVerdict] = []
-    invalid = extra = 0
-    first_error: int | None = None
     for left, left_value, operator, right, right_value, target, result, position in reading.steps:
         detail = ""
         if target not in true_values or left not in true_values or right not in true_values:
@@ -68,31 +67,19 @@ def judge(facts: Facts, reading: Reading, *, ended: bool) -> Verdict:
                 status = "inherited"
             elif target in needed:
                 status = "ok"
-                missing.pop(target, None)
+                met.add(target)
             else:
                 status = "extra"
         if target in definitions and target not in stated:
             stated[target] = result
-        if status == "extra":
-            extra += 1
-        elif status != "ok":
-            if first_error is None:
-                first_error = len(steps)
-            invalid += status != "inherited"
         steps.append(StepVerdict(status, position, target, detail))
-    answer_correct = reading.answer == facts.values[facts.query]
-    sound = not missing and first_error is None
-    strict = ended and reading.error is None and answer_correct and sound
-    return Verdict(
-        steps=tuple(steps),
-        obligations=len(needed),
-        missing=tuple(missing),
-        answer_correct=answer_correct,
-        strict=strict,
-        exact=strict and not extra,
-        process_score=(len(needed) - len(missing)) / (len(needed) + invalid),
-        first_error=first_error,
-        parse_error=reading.error,
+    return conclude(
+        steps,
+        obligations=facts.obligations,
+        met=met,
+        answer_correct=reading.answer == facts.values[facts.query],
+        ended=ended,
+        error=reading.error,
     )
 
 
