@@ -78,6 +78,11 @@ class Surface:
             )
         return f"{''.join(parts)}{ANSWER} {values[facts.query]}"
 
+    def step(self, step: Step) -> str:
+        """One step of a trace."""
+        fields = step._asdict()
+        return " ".join([str(fields.get(field, field)) for field, _ in STEP])
+
     def roles(self, facts: Facts) -> list[str]:
         """The role of each token of the solution."""
         return [role for _, role in STEP] * len(facts.gold_order) + ["mark", "answer"]

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from synthetic_tasks.arithmetic import floors
+from synthetic_tasks.arithmetic.corrupt import KINDS, corrupt
 from synthetic_tasks.arithmetic.interplay import InterplayScore, interplay_score
 from synthetic_tasks.arithmetic.keys import instance_key, structure_key
 from synthetic_tasks.arithmetic.settings import ArithmeticSettings
@@ -27,7 +28,7 @@ from synthetic_tasks.arithmetic.symbolic import ROLES, Surface
 from synthetic_tasks.arithmetic.trace import Facts, Reading
 from synthetic_tasks.arithmetic.values import draw_values
 from synthetic_tasks.arithmetic.verify import STATUSES, judge
-from synthetic_tasks.base import Problem, Split, Verdict
+from synthetic_tasks.base import Corruption, Problem, Split, Verdict
 from synthetic_tasks.choosing import RandomChooser
 from synthetic_tasks.family import FEWEST_STRUCTURES, MOST_DRAWS, Drawn, Family, Place, enough_structures
 from synthetic_tasks.reading import Reading as AnyReading
@@ -46,6 +47,7 @@ class ArithmeticTask(Family[ArithmeticSettings, Facts]):
 
     name = "arithmetic"
     Settings: ClassVar[type[ArithmeticSettings]] = ArithmeticSettings
+    corruptions = KINDS
 
     def __init__(self, settings: ArithmeticSettings) -> None:
         super().__init__(settings)
@@ -136,6 +138,10 @@ class ArithmeticTask(Family[ArithmeticSettings, Facts]):
 
     def _judge(self, problem: Problem, reading: AnyReading[Any, Any], *, ended: bool) -> Verdict:
         return judge(problem.facts, reading, ended=ended)
+
+    def _corrupt(self, problem: Problem, kind: str, rng: random.Random) -> Corruption | None:
+        steps = list(self._surface.read(problem.solution).steps)
+        return corrupt(problem.facts, self._surface.names, kind, steps, self._surface.step, rng)
 
     def interplay(self, problem: Problem, completion: str) -> InterplayScore:
         """Interplay's two scoring conventions; never raises."""

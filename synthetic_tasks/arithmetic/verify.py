@@ -61,7 +61,7 @@ def judge(facts: Facts, reading: Reading, *, ended: bool) -> Verdict:
                 status = "used_before_defined"
             elif stated[left] != left_value or stated[right] != right_value:
                 status, detail = "wrong_value", "operand"
-            elif result != _apply(operator, left_value, right_value, modulus):
+            elif result != apply(operator, left_value, right_value, modulus):
                 status, detail = "wrong_value", "result"
             elif left_value != true_values[left] or right_value != true_values[right]:
                 status = "inherited"
@@ -83,5 +83,6 @@ def judge(facts: Facts, reading: Reading, *, ended: bool) -> Verdict:
     )
 
 
-def _apply(operator: str, left: int, right: int, modulus: int) -> int:
+def apply(operator: str, left: int, right: int, modulus: int) -> int:
+    """What an operation of two numbers comes to."""
     return (left + right if operator == "+" else left - right if operator == "-" else left * right) % modulus
