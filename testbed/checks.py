@@ -311,7 +311,7 @@ def _cells(spec: Spec) -> Iterator[tuple[str, int, Split]]:
         yield from ((f"data.{name}.operations", o, "train") for o in sorted(mixed))
     for name, stage in spec.stages.items():
         if isinstance(stage, RL):
-            yield from ((f"stages.{name}.band", o, "train") for o in spec.bands[stage.band])
+            yield from ((f"stages.{name}.band", o, stage.split) for o in spec.bands[stage.band])
     for name, probe in spec.probes.items():
         if probe.measure == "roles":
             yield from ((f"probes.{name}", o, probe.split) for band in spec.bands.values() for o in band)

@@ -77,6 +77,8 @@ class Split(StrEnum):
     train = "train"
     validation = "validation"
     test = "test"
+    rl = "rl"
+    held_out = "held_out"
 
 
 def main() -> None:
@@ -331,6 +333,7 @@ def sample(
     index: Annotated[int, typer.Option(min=0, help="The first problem's place in the stream.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     split: Split = Split.train,
+    axis: Annotated[list[str], typer.Option("--axis", metavar="NAME=VALUE", help="A value of an axis.")] = [],  # noqa: B006
     setting: SettingOption = [],  # noqa: B006
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
@@ -343,8 +346,12 @@ def sample(
         cell["operations"] = operations
     if setting:
         cell["settings"] = _settings(setting)
+    if axis:
+        cell["axes"] = _settings(axis, "--axis")
     try:
-        problems = drawn.sample_batch(seed=seed, start=index, count=count, operations=operations, split=split.value)
+        problems = drawn.sample_batch(
+            seed, index, count, operations=operations, split=split.value, **cell.get("axes", {})
+        )
     except ValueError as error:
         raise UserError(str(error)) from error
     for problem in problems:
@@ -429,13 +436,13 @@ def _task(name: str, settings: list[str]) -> Any:
         raise UserError(str(error)) from error
 
 
-def _settings(settings: list[str]) -> dict[str, Any]:
+def _settings(settings: list[str], option: str = "--setting") -> dict[str, Any]:
     from testbed.reading import read_yaml
 
     pairs = [setting.partition("=") for setting in settings]
     if wrong := [name for name, equals, _ in pairs if not equals]:
-        raise UserError(f"--setting takes name=value, such as modulus=7, not `{wrong[0]}`.")
-    return {name: read_yaml(value, f"--setting {name}") for name, _, value in pairs}
+        raise UserError(f"{option} takes name=value, not `{wrong[0]}`.")
+    return {name: read_yaml(value, f"{option} {name}") for name, _, value in pairs}
 
 
 def _json(value: Any) -> str:

@@ -13,14 +13,14 @@ from testbed.errors import UserError, nearest
 # What a line holds, what its cell may, and what is told of a step.
 LINE = {"task": str, "cell": dict, "seed": int, "index": int, "completion": str}
 STEP = ("status", "position", "target", "detail")
-CELL = {"operations": int, "split": str, "settings": dict}
+CELL = {"operations": int, "split": str, "settings": dict, "axes": dict}
 
 
 def verify_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Each line's object with the problem's answer and the `verdict` added; blank lines are left out.
 
     A line: {"task": "arithmetic", "cell": {"operations": 6}, "seed": 0, "index": 3, "completion": "..."}. A cell may
-    also hold `split` and `settings`; without `operations` it is the task's default grid.
+    also hold `split`, `settings` and `axes`; without `operations` it is the task's default grid.
     Raises UserError with the number of the first line that cannot be read.
     """
     tasks: dict[str, Task] = {}
@@ -34,8 +34,8 @@ def verify_lines(lines: Iterable[str]) -> list[dict[str, Any]]:
             settings = cell.get("settings", {})
             name = json.dumps([entry["task"], settings], sort_keys=True)
             task = tasks.setdefault(name, get_task(entry["task"], **settings))
-            where = {name: cell[name] for name in ("operations", "split") if name in cell}
-            problem = task.sample(seed=entry["seed"], index=entry["index"], **where)
+            where = {name: cell[name] for name in ("operations", "split") if name in cell} | _axes(cell)
+            problem = task.sample(entry["seed"], entry["index"], **where)
             _same(entry, problem)
         except ValueError as error:
             raise UserError(f"line {number}: {error}") from error
@@ -50,8 +50,17 @@ def _same(entry: dict[str, Any], problem: Problem) -> None:
         if name in entry and entry[name] != getattr(problem, name):
             raise ValueError(
                 f"`{name}` is {json.dumps(entry[name])[:60]}, but the problem of this task, cell, seed and index has "
-                f"{json.dumps(getattr(problem, name))[:60]}; `cell` holds operations, split and settings"
+                f"{json.dumps(getattr(problem, name))[:60]}; `cell` holds operations, split, settings and axes"
             )
+
+
+def _axes(cell: dict[str, Any]) -> dict[str, str]:
+    axes = cell.get("axes", {})
+    for name, value in axes.items():
+        _check(f"cell.axes.{name}", value, str)
+        if name in CELL:
+            raise ValueError(f"`{name}` is no axis; it stands in the cell itself")
+    return axes
 
 
 def verdict_record(verdict: Verdict) -> dict[str, Any]:
@@ -77,6 +86,7 @@ def problem_record(problem: Problem, cell: dict[str, Any]) -> dict[str, Any]:
         "answer": problem.answer,
         "difficulty": dict(problem.difficulty),
         "context": problem.context,
+        "axes": dict(problem.axes),
         "structure_key": problem.structure_key,
         "instance_key": problem.instance_key,
         "split": problem.split,
@@ -103,6 +113,10 @@ def describe(task: Task) -> str:
     lines += [f"  {f.name:<12} {getattr(settings, f.name)!r}" for f in dataclasses.fields(settings)] if settings else []
     for name, words in (("tokens", task.vocabulary), ("roles", task.roles), ("statuses of a step", task.statuses)):
         lines += ["", f"{name} ({len(words)})", "  " + " ".join(words)]
+    if task.axes:
+        lines += ["", "axes", *(f"  {axis:<12} {' '.join(values)}" for axis, values in task.axes.items())]
+    width = max(map(len, task.corruptions))
+    lines += ["", "corruptions", *(f"  {kind:<{width}}  {what}" for kind, what in task.corruptions.items())]
     return "\n".join(lines)
 
 

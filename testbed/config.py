@@ -158,8 +158,9 @@ class RL(_Kept):
     parent: str
     # What crosses from the parent.
     edge: Edge | None = None
-    # Name of the band whose problems are trained on (train split).
+    # Name of the band whose problems are trained on, and their split; `rl` needs the task's setting `rl_share`.
     band: str
+    split: Literal["train", "rl"] = "train"
     # Batches of rollouts. Exactly one of `steps` and `flops` is given.
     steps: int | None = None
     # FLOPs of rollouts, reference and training; the stage ends with the batch that reaches them.
@@ -269,7 +270,7 @@ class Probe(Config):
     against: str | None = None
     # roles: problems of each difficulty, and their split.
     problems: int = 64
-    split: Literal["validation", "test"] = "validation"
+    split: Literal["validation", "test", "held_out"] = "validation"
 
     def __post_init__(self) -> None:
         _require(len(self.of) > 0, "of: give at least one stage")
@@ -283,7 +284,7 @@ class Evaluation(Config):
 
     # Problems of each difficulty.
     problems: int = 64
-    split: Literal["validation", "test"] = "test"
+    split: Literal["validation", "test", "held_out"] = "test"
     # Samples of a problem, and the k of pass@k; n >= 2k.
     samples: int = 16
     k: tuple[int, ...] = (1, 2, 4, 8)

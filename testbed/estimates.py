@@ -373,7 +373,7 @@ class Estimates:
         """Problems that an RL stage trains on."""
         assert isinstance(node.config, RL)
         operations = node.context.bands[node.config.band]
-        return self._some(node, dict.fromkeys(operations, 1.0), "train")
+        return self._some(node, dict.fromkeys(operations, 1.0), node.config.split)
 
     def _cell(self, node: Node, operations: int, split: Any) -> Lengths:
         return self._some(node, operations, split)

@@ -305,7 +305,7 @@ class Policy(Learner):
         mine = ranks.share(config.prompts)
         problems = self.task.sample_batch(
             seed=self.stream, start=self.first + step * config.prompts + mine.start, count=len(mine),
-            operations=self.weights, split="train",
+            operations=self.weights, split=self.config.split,
         )  # fmt: skip
         purpose = f"rl after {self.first}" if self.first else "rl"
         noise = Noise(seed=self.node.context.seeds.rollout, purpose=purpose, step=step)
