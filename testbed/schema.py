@@ -10,12 +10,13 @@ import dataclasses
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from analysis.claims import Claim
 from models.config import ModelConfig
 from synthetic_tasks import Task, get_task
 from synthetic_tasks.corpus import Component, with_replay
+from synthetic_tasks.registry import portable
 from testbed.config import RL, Combine, Evaluation, Parallel, Probe, Train
 from testbed.nodes import Seeds, split_reference
 
@@ -29,6 +30,12 @@ class TaskSpec(BaseModel):
 
     name: str
     settings: dict[str, Any] = {}
+
+    @field_validator("settings")
+    @classmethod
+    def _portable(cls, settings: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """A spec stands for itself: what it names in files is read once, here."""
+        return portable(str(info.data.get("name", "")), settings)
 
     def build(self) -> Task:
         """The task. Raises ValueError for settings it does not have."""

@@ -6,9 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from synthetic_tasks.arithmetic.settings import OPERATORS
+from synthetic_tasks.arithmetic.operators import OPERATORS, apply
 from synthetic_tasks.arithmetic.trace import Facts, Step
-from synthetic_tasks.arithmetic.verify import apply
 from synthetic_tasks.base import Corruption
 from synthetic_tasks.reading import ANSWER
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from string import ascii_letters
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from synthetic_tasks.family import Settings, is_integer
+from synthetic_tasks.arithmetic import contexts
+from synthetic_tasks.arithmetic.contexts import Context
+from synthetic_tasks.arithmetic.operators import OPERATORS
+from synthetic_tasks.family import Settings, is_integer, surface
 
-OPERATORS = "+-*"
 ORDERS = ("topological", "leaves_first", "shuffled")
 
 
@@ -38,6 +41,8 @@ class ArithmeticSettings(Settings):
     order: Literal["topological", "leaves_first", "shuffled"] = "topological"
     # Whether the question stands after the facts or before them.
     question: Literal["last", "first"] = "last"
+    # What problems are told in: `symbolic`, built-in contexts, or paths of context files (`.toml`).
+    contexts: tuple[str | Context, ...] = surface(("symbolic",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +75,48 @@ class ArithmeticSettings(Settings):
         )
         self.require_one_of("order", ORDERS)
         self.require_one_of("question", ("last", "first"))
+        self._resolve_contexts()
+
+    def _resolve_contexts(self) -> None:
+        """Files become what they hold, so that equal settings mean equal words wherever a file lies."""
+        asked = self.contexts
+        self.require(
+            isinstance(asked, list | tuple) and bool(asked),
+            f"contexts must be a list of names or files, not {asked!r}",
+        )
+        found: list[str | Context] = []
+        for one in asked:
+            if isinstance(one, Mapping):  # what a file held, as JSON gives it back
+                found.append(contexts.from_record(one))
+            elif isinstance(one, str) and one.endswith(".toml"):
+                found.append(contexts.load(one))
+            else:
+                self.require(isinstance(one, str | Context), f"contexts: {one!r} is no name of a context")
+                found.append(one)
+        object.__setattr__(self, "contexts", tuple(found))
+        names = [one if isinstance(one, str) else one.name for one in found]
+        self.require(len(set(names)) == len(names), f"contexts: one stands there twice: {', '.join(names)}")
+        contexts.check_clashes(list(self.prose.values()))
+        for context in self.prose.values():
+            context.names(self.names)
+
+    @classmethod
+    def portable(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        asked = settings.get("contexts")
+        if not isinstance(asked, list | tuple):
+            return dict(settings)
+        held = [contexts.data_of(one) if isinstance(one, str) and one.endswith(".toml") else one for one in asked]
+        return {**settings, "contexts": held}
+
+    @property
+    def prose(self) -> dict[str, Context]:
+        """The contexts told in sentences, by name."""
+        every = [contexts.load(one) if isinstance(one, str) else one for one in self.contexts if one != "symbolic"]
+        return {context.name: context for context in every}
+
+    @property
+    def context_names(self) -> tuple[str, ...]:
+        return tuple([one if isinstance(one, str) else one.name for one in self.contexts])
 
     @property
     def largest(self) -> int:

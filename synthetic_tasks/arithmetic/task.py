@@ -24,7 +24,7 @@ from synthetic_tasks.arithmetic.structure import (
     levels,
     operations_of,
 )
-from synthetic_tasks.arithmetic.symbolic import ROLES, Surface
+from synthetic_tasks.arithmetic.surface import ROLES, Surface
 from synthetic_tasks.arithmetic.trace import Facts, Reading
 from synthetic_tasks.arithmetic.values import draw_values
 from synthetic_tasks.arithmetic.verify import STATUSES, judge
@@ -51,8 +51,13 @@ class ArithmeticTask(Family[ArithmeticSettings, Facts]):
 
     def __init__(self, settings: ArithmeticSettings) -> None:
         super().__init__(settings)
-        self._surface = Surface(modulus=settings.modulus, names=settings.names)
-        self.vocabulary = self._surface.vocabulary
+        prose = settings.prose
+        self._surfaces = {
+            name: Surface(modulus=settings.modulus, names=settings.names, context=prose.get(name))
+            for name in settings.context_names
+        }
+        self.axes = {"context": settings.context_names}
+        self.vocabulary = tuple(dict.fromkeys(word for s in self._surfaces.values() for word in s.vocabulary))
         self.statuses, self.roles = STATUSES, ROLES
         self.grid = tuple(range(1, min(6, settings.largest) + 1))
 
@@ -71,18 +76,19 @@ class ArithmeticTask(Family[ArithmeticSettings, Facts]):
             graph = draw_distractors(settings, core, choose)
             values += [choose.uniform(modulus) for _ in range(settings.distractors)]
             fill_values(operations_of(graph), values, modulus)
+        surface = self._surfaces[place.axes["context"]]
         facts = Facts(
             graph=graph,
             values=tuple(values),
-            names=tuple(choose.shuffled(self._surface.names, len(graph))),
+            names=tuple(choose.shuffled(surface.names, len(graph))),
             query=query,
             modulus=modulus,
             order=tuple(fact_order(graph, settings.order, choose)),
         )
         level = levels(core)
         return Drawn(
-            prompt=self._surface.prompt(facts, settings.question),
-            solution=self._surface.solution(facts),
+            prompt=surface.prompt(facts, settings.question),
+            solution=surface.solution(facts),
             answer=str(values[query]),
             difficulty={
                 # Operations on the longest chain, and on the fullest level (distance from the leaves).
@@ -134,22 +140,27 @@ class ArithmeticTask(Family[ArithmeticSettings, Facts]):
     # Traces ---------------------------------------------------------------------------------------------------------
 
     def _read(self, completion: str, problem: Problem | None) -> Reading:
-        return self._surface.read(completion)
+        if problem is not None:
+            return self._surfaces[problem.context].read(completion)
+        # The words of two contexts differ, so the first name tells which it is.
+        readings = [surface.read(completion) for surface in self._surfaces.values()]
+        return max(readings, key=lambda reading: (reading.error is None, len(reading.steps), _reach(reading)))
 
     def _judge(self, problem: Problem, reading: AnyReading[Any, Any], *, ended: bool) -> Verdict:
         return judge(problem.facts, reading, ended=ended)
 
     def _corrupt(self, problem: Problem, kind: str, rng: random.Random) -> Corruption | None:
-        steps = list(self._surface.read(problem.solution).steps)
-        return corrupt(problem.facts, self._surface.names, kind, steps, self._surface.step, rng)
+        surface = self._surfaces[problem.context]
+        steps = list(surface.read(problem.solution).steps)
+        return corrupt(problem.facts, surface.names, kind, steps, surface.step, rng)
 
     def interplay(self, problem: Problem, completion: str) -> InterplayScore:
         """Interplay's two scoring conventions; never raises."""
-        return interplay_score(problem.facts, self._surface.read(completion))
+        return interplay_score(problem.facts, self._surfaces[problem.context].read(completion))
 
     def token_roles(self, problem: Problem) -> list[str]:
         """The role of each token of the problem's solution."""
-        return self._surface.roles(problem.facts)
+        return self._surfaces[problem.context].roles(problem.facts)
 
     def lookup_guess(self, problem: Problem) -> float:
         """Accuracy of look-ups that guess a leaf; see `floors.lookup_guess`."""
@@ -157,6 +168,11 @@ class ArithmeticTask(Family[ArithmeticSettings, Facts]):
 
     def _guesses(self, problem: Problem) -> Mapping[str, float]:
         return floors.guesses(problem.facts, self.settings.question)
+
+
+def _reach(reading: Reading) -> int:
+    """How far a reading came."""
+    return -1 if reading.error is None else reading.error.position
 
 
 @lru_cache(maxsize=1024)

@@ -21,6 +21,7 @@ meet its obligation.
 
 from __future__ import annotations
 
+from synthetic_tasks.arithmetic.operators import apply
 from synthetic_tasks.arithmetic.trace import Facts, Reading
 from synthetic_tasks.base import StepVerdict, Verdict
 from synthetic_tasks.family import conclude
@@ -81,8 +82,3 @@ def judge(facts: Facts, reading: Reading, *, ended: bool) -> Verdict:
         ended=ended,
         error=reading.error,
     )
-
-
-def apply(operator: str, left: int, right: int, modulus: int) -> int:
-    """What an operation of two numbers comes to."""
-    return (left + right if operator == "+" else left - right if operator == "-" else left * right) % modulus
