@@ -24,7 +24,7 @@ import torch
 
 from models.config import ModelConfig
 from models.transformer import Transformer
-from synthetic_tasks import get_task, list_tasks
+from synthetic_tasks import Task, get_task, list_tasks
 from testbed import runtime
 from testbed.conditions import numeric_class
 from testbed.execute import execute
@@ -76,6 +76,12 @@ SPEC: dict[str, Any] = {
 GIVEN = ("start", "other")
 
 
+# What a task's default settings leave out: name -> settings, of which every value of every axis is drawn.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "task arithmetic, in contexts": ("arithmetic", {"contexts": ["symbolic", "zoo", "school", "festival"]}),
+}
+
+
 def epochs() -> dict[str, int]:
     """Epochs of the code as it is: of kinds, and of tasks by `task <name>`."""
     return EPOCHS | {f"task {name}": get_task(name).epoch for name in list_tasks()}
@@ -83,7 +89,9 @@ def epochs() -> dict[str, int]:
 
 def epoch_of(name: str) -> str:
     """Whose epoch a fingerprint stands under."""
-    return name if name.startswith("task ") else STAGES[name]["kind"] if name in STAGES else name.partition(" ")[0]
+    if name.startswith("task "):
+        return name.partition(",")[0]
+    return STAGES[name]["kind"] if name in STAGES else name.partition(" ")[0]
 
 
 def here() -> dict[str, Any]:
@@ -99,18 +107,21 @@ def here() -> dict[str, Any]:
 def fingerprints() -> dict[str, Any]:
     """Digests of what is discrete and projections of what is not, by name."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {f"task {name}": {"sha256": task_digest(name)} for name in list_tasks()}
+    found: dict[str, Any] = {f"task {name}": {"sha256": task_digest(get_task(name))} for name in list_tasks()}
+    for name, (task, settings) in VARIANTS.items():
+        found[name] = {"sha256": task_digest(get_task(task, **settings))}
     with tempfile.TemporaryDirectory() as folder:
         found |= dict(_made(Store(Path(folder) / "store")))
     return found
 
 
-def task_digest(name: str) -> str:
+def task_digest(task: Task) -> str:
     """Of problems all over the grid in every split, with their keys and roles, and of the verdicts on the gold trace
     and on spoilt ones."""
-    task, digest = get_task(name), hashlib.sha256()
+    digest = hashlib.sha256()
+    axes: dict[str, Any] = {axis: dict.fromkeys(values, 1.0) for axis, values in task.axes.items()}
     for split, count in (("train", PROBLEMS - 200), ("validation", 100), ("test", 100)):
-        for i, problem in enumerate(task.sample_batch(seed=11, start=0, count=count, split=split)):  # type: ignore[arg-type]
+        for i, problem in enumerate(task.sample_batch(seed=11, start=0, count=count, split=split, **axes)):  # type: ignore[arg-type]
             words = problem.solution.split(" ")
             cut, swapped = i % len(words), [*words]
             swapped[cut], swapped[-1 - cut] = swapped[-1 - cut], swapped[cut]
