@@ -18,6 +18,11 @@ TASKS: dict[str, tuple[str, str, str]] = {
         "ArithmeticTask",
         "chains of + - * between named quantities, modulo a prime; each step can be verified",
     ),
+    "state": (
+        "synthetic_tasks.state",
+        "StateTask",
+        "rules that permute symbols, applied one after the other; forward or inverse",
+    ),
 }
 
 
